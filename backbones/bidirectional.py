@@ -1,0 +1,32 @@
+"""transformers' causal classes run as bidirectional denoisers on ragged, left-padded batches."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+def make_bidirectional(model: PreTrainedModel) -> PreTrainedModel:
+    """Lets every position of `model` attend to every other, in place.
+
+    The config flag makes transformers build a bidirectional mask; the attention modules keep a flag of their own
+    that sdpa reads where there is no mask at all.
+    """
+    model.config.is_causal = False
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    return model
+
+
+def padding_inputs(pad_B: Tensor, length: int) -> dict[str, Tensor]:
+    """Attention mask and position ids for rows whose first `pad_B[b]` positions are padding.
+
+    Positions count from the first real token, so a row's rotary angles do not depend on what shares its batch.
+    Returns `position_ids` (B, T) int64 and, only if some row is padded, `attention_mask` (B, 1, T, T) bool, a
+    broadcast view: every query sees the real tokens of its row.
+    """
+    positions_T = torch.arange(length, device=pad_B.device)
+    real_BT = positions_T >= pad_B[:, None]
+    inputs = {"position_ids": (positions_T - pad_B[:, None]).clamp_min(0)}
+    if not bool(real_BT.all()):
+        inputs["attention_mask"] = real_BT[:, None, None, :].expand(-1, 1, length, -1)
+    return inputs

@@ -1,0 +1,1 @@
+"""Hydra configs; `conf/<entry>.yaml` belongs to the entry script of the same name."""

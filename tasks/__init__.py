@@ -1,0 +1,1 @@
+"""Prompts, splits and graders. Knows no model."""
