@@ -1,6 +1,6 @@
 """Trains `llada_tiny`, the embedded masked diffusion LM, and exports it as a LLaDA folder.
 
-    python train/backbone.py out=runs/backbone optim.max_steps=5000
+python train/backbone.py out=runs/backbone optim.max_steps=5000
 """
 
 from pathlib import Path

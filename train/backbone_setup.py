@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 from reasoning_gym.arithmetic.gsm_symbolic.gsm_symbolic import tasks_ok
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from backbones.llada_format import llada_config
 from tasks.gsm_symbolic import GsmSymbolic
@@ -19,7 +19,7 @@ from train.tokenizer_bpe import train_tokenizer
 def make_tokenizer(cfg: DictConfig) -> PreTrainedTokenizerFast:
     """The tokenizer of `data.tokenizer`, or a new one trained on all of gsm_symbolic's sound templates."""
     if cfg.data.tokenizer:
-        return AutoTokenizer.from_pretrained(cfg.data.tokenizer, local_files_only=True)
+        return PreTrainedTokenizerFast.from_pretrained(cfg.data.tokenizer, local_files_only=True)
     problems = islice(GsmSymbolic(tasks_ok).problems("train"), cfg.data.tokenizer_examples)
     return train_tokenizer((text for p in problems for text in (p.prompt, p.solution)), cfg.model.vocab_size)
 
@@ -57,9 +57,7 @@ def make_loaders(cfg: DictConfig, tokenizer, first: int) -> tuple[DataLoader, li
     for i, ratio in enumerate((0.25, 0.5, 0.75, None)):
         masking = make_masking(cfg, tokenizer, blockwise=float(ratio is None), full_tail=0.0)
         rng = np.random.default_rng(i)
-        fixed = [
-            make_batch(held_out[j : j + 48], masking, rng, ratio) for j in range(0, len(held_out), 48)
-        ]
+        fixed = [make_batch(held_out[j : j + 48], masking, rng, ratio) for j in range(0, len(held_out), 48)]
         loaders.append(DataLoader(fixed, batch_size=None))
     return loaders[0], loaders[1:]
 

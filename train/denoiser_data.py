@@ -35,7 +35,8 @@ class Masking:
     """How responses are masked and how positions weigh.
 
     LLaDA masks every response token, EOS padding included, with probability t ~ U(0, 1] (`uniform`). A share of rows
-    is masked as decoding meets it (`blockwise`): a clean prefix, one block at ratio t, all masks behind it.
+    is masked as decoding meets it (`blockwise`): a clean prefix, one block at ratio t, all masks behind it; there only
+    the block's positions have a loss.
     A row's loss is divided by its weighted number of masked tokens, which has far less variance than 1/t.
     """
 
@@ -87,12 +88,14 @@ def make_batch(
     # t is stratified over the batch: one draw in each of `rows` equal intervals of (0, 1].
     t = np.full(rows, ratio) if ratio else (rng.permutation(rows) + 1 - rng.random(rows)) / rows
     masked = rng.random((rows, response)) < t[:, None]
+    counted = np.ones_like(masked)
     where = np.arange(response)
     for i in np.flatnonzero(rng.random(rows) < m.blockwise):
         start = rng.integers(0, min(response, len(examples[i].solution) + 1))
         stop = start + m.block_length
         masked[i] = np.where(where < start, False, np.where(where < stop, masked[i], True))
         masked[i, start] = True
+        counted[i] = where < stop
     empty = np.flatnonzero(~masked.any(axis=1))
     masked[empty, rng.integers(0, response, len(empty))] = True
 
@@ -101,7 +104,7 @@ def make_batch(
     weight = np.zeros(clean.shape, dtype=np.float32)
     targets = clean[:, prompt_length:]
     w = np.where(targets == m.eos_id, m.eos_weight, 1.0)
-    w = np.where(np.isin(targets, m.digit_ids), m.digit_weight, w) * masked
+    w = np.where(np.isin(targets, m.digit_ids), m.digit_weight, w) * (masked & counted)
     weight[:, prompt_length:] = w / w.sum(axis=1, keepdims=True) / rows
     return DenoisingBatch(*(torch.from_numpy(a) for a in (clean, noisy, pad, weight)))
 

@@ -1,0 +1,78 @@
+"""A backbone made of a transformers decoder run bidirectionally."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from backbones.bidirectional import padding_inputs
+from backbones.checkpoint import fingerprint
+from backbones.llada import load_model, read_config
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class TransformersBackbone:
+    """`backbones.base.Backbone` over a Llama-like `model` (`.model` the trunk, `.lm_head` the head)."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        name: str,
+        mask_id: int,
+        eos_id: int,
+        max_length: int,
+        weights_hash: str,
+    ):
+        self.model, self.tokenizer, self.name = model.eval().requires_grad_(False), tokenizer, name
+        self.mask_id, self.eos_id, self.max_length, self.fingerprint = mask_id, eos_id, max_length, weights_hash
+        self.device, self.dtype = model.lm_head.weight.device, model.lm_head.weight.dtype
+        self.vocab_size = model.lm_head.weight.shape[0]
+        unknown = set(range(self.vocab_size)) - set(tokenizer.get_vocab().values())
+        self.forbidden_ids = torch.tensor(sorted(unknown | {mask_id}), device=self.device)
+
+    @property
+    def embedding(self) -> Tensor:
+        return self.model.model.embed_tokens.weight
+
+    def encode(self, prompt: str) -> tuple[int, ...]:
+        if not self.tokenizer.chat_template:
+            return tuple(self.tokenizer(prompt).input_ids)
+        messages = [{"role": "user", "content": prompt}]
+        return tuple(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+    def decode(self, ids: Tensor) -> str:
+        ids = ids.tolist()
+        if self.eos_id in ids:
+            ids = ids[: ids.index(self.eos_id)]
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    @torch.inference_mode()
+    def logits(self, tokens_BT: Tensor, pad_B: Tensor, asked_BT: Tensor) -> Tensor:
+        inputs = padding_inputs(pad_B, tokens_BT.shape[1])
+        hidden_BTd = self.model.model(input_ids=tokens_BT, use_cache=False, **inputs).last_hidden_state
+        return self.model.lm_head(hidden_BTd[asked_BT])
+
+
+def load_llada(path: str, *, name: str, dtype: str = "float32", device: str = "cpu") -> TransformersBackbone:
+    """The LLaDA checkpoint in folder `path` (relative: the working directory, then the repository)."""
+    if dtype not in DTYPES:
+        raise ValueError(f"backbone.dtype={dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
+    folder = Path(path).expanduser()
+    if not folder.is_absolute() and not folder.exists():
+        folder = REPOSITORY / folder
+    config = read_config(folder)
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    return TransformersBackbone(
+        load_model(folder, DTYPES[dtype], device),
+        PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True),
+        name=name,
+        mask_id=config["mask_token_id"],
+        eos_id=config["eos_token_id"],
+        max_length=config["max_sequence_length"],
+        weights_hash=fingerprint(folder),
+    )

@@ -1,0 +1,90 @@
+"""The figures of a comparison."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion by one method. The first eight fields are what `samples.jsonl` is promised to hold.
+
+    `tokens` are generated tokens: those before EOS. `committed_at` has a step for every position, -1 where the stop
+    rule filled it. `output` is the whole generation region.
+    """
+
+    method: str
+    id: str
+    prompt: str
+    completion: str
+    correct: bool
+    nfe: int
+    tokens: int
+    latency_ms: float
+    committed_at: list[int]
+    output: list[int]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one method over all prompts, warm-up left out."""
+
+    wall: float
+    backbone: float
+    router: float
+
+
+def wilson(successes: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Wilson score interval of a proportion."""
+    if n == 0:
+        return 0.0, 1.0
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    p = successes / n
+    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def agreement(samples: Sequence[Sample], reference: dict[str, list[int]]) -> float:
+    """Share of positions equal to the reference output, over whole generation regions."""
+    equal = [np.mean(np.array(s.output) == np.array(reference[s.id])) for s in samples]
+    return float(fmean(equal))
+
+
+def result_row(
+    method: str,
+    samples: Sequence[Sample],
+    timing: Timing,
+    batch_size: int,
+    first: dict | None,
+    reference: dict[str, list[int]],
+    oracle_tokens_per_forward: float | None,
+) -> dict:
+    """One row of `results.json`. `first` is the row that speed-ups are taken against, None for that row itself."""
+    n, correct = len(samples), sum(s.correct for s in samples)
+    low, high = wilson(correct, n)
+    tokens, nfe = sum(s.tokens for s in samples), sum(s.nfe for s in samples)
+    row = {
+        "method": method,
+        "n": n,
+        "accuracy": correct / n,
+        "accuracy_low": low,
+        "accuracy_high": high,
+        "nfe": nfe / n,
+        "tokens_per_forward": tokens / nfe,
+        "tokens_per_second": tokens / timing.wall,
+        "latency_ms": fmean(s.latency_ms for s in samples),
+        "batch_size": batch_size,
+        "router_share": timing.router / timing.backbone,
+        "agreement": agreement(samples, reference),
+        "share_of_oracle": None if not oracle_tokens_per_forward else tokens / nfe / oracle_tokens_per_forward,
+        "tokens": tokens / n,
+        "seconds": timing.wall,
+    }
+    base = first or row
+    row["speedup_nfe"] = base["nfe"] / row["nfe"]
+    row["speedup_tps"] = row["tokens_per_second"] / base["tokens_per_second"]
+    return row

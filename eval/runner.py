@@ -1,0 +1,143 @@
+"""Runs methods over the same prompts, interleaved, so that a slow minute hits all of them."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tqdm import tqdm
+
+from backbones.base import Backbone
+from eval.metrics import Sample, Timing, result_row
+from infer.canvas import Request
+from infer.loop import Clock, Decoder
+from infer.prompting import make_requests
+from infer.rules import Method
+from infer.when.oracle import Oracle
+from tasks.problem import Problem, Task
+
+WARM_UP_PROMPTS = 2
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all methods of a comparison share."""
+
+    gen_length: int
+    batch_size: int
+    temperature: float = 0.0
+    seed: int = 0
+
+
+def choose_problems(
+    task: Task, split: str, backbone: Backbone, gen_length: int, limit: int
+) -> dict[str, tuple[Problem, Request]]:
+    """The first `limit` problems of a split that fit, by id."""
+    chosen = {}
+    for problem in task.problems(split):
+        for request in make_requests(backbone, [(problem.id, problem.prompt)], gen_length):
+            chosen[problem.id] = (problem, request)
+        if len(chosen) >= limit:
+            break
+    if not chosen:
+        raise ValueError(f"task={task.name}: no problem left in split {split!r} that fits gen_length={gen_length}")
+    return chosen
+
+
+class Comparison:
+    """Accumulates samples and times of several methods.
+
+    `reference_method` makes the outputs that agreement is measured against and that the oracle reads; it is run
+    untimed where it is not one of `methods`.
+    """
+
+    def __init__(
+        self, backbone: Backbone, task: Task, methods: dict[str, Method], reference_method: Method, setting: Setting
+    ):
+        self.backbone, self.task, self.setting = backbone, task, setting
+        self.methods = methods
+        self.reference_method = reference_method
+        self.samples: dict[str, list[Sample]] = {label: [] for label in methods}
+        self.clocks = {label: Clock() for label in methods}
+        self.wall = dict.fromkeys(methods, 0.0)
+        self.reference: dict[str, list[int]] = {}
+
+    def run(self, chosen: dict[str, tuple[Problem, Request]]) -> None:
+        """All methods over all problems, in rounds of two batches of prompts."""
+        decoders = {label: self._decoder(method) for label, method in self.methods.items()}
+        referee = self._decoder(self.reference_method)
+        requests = [request for _, request in chosen.values()]
+        warm_up = requests[: min(len(requests), WARM_UP_PROMPTS)]
+        self._refer(referee, warm_up)
+        for label, decoder in decoders.items():
+            list(decoder.run(self._with_reference(label, warm_up)))
+            decoder.clock = self.clocks[label]
+        size = 2 * self.setting.batch_size
+        progress = tqdm(total=len(requests) * len(decoders), desc="comparing", unit="completion", mininterval=1)
+        for start in range(0, len(requests), size):
+            part = requests[start : start + size]
+            self._refer(referee, part)
+            for label, decoder in decoders.items():
+                begin = time.perf_counter()
+                completions = list(decoder.run(self._with_reference(label, part)))
+                self.wall[label] += time.perf_counter() - begin
+                for completion in completions:
+                    self._add(label, chosen[completion.id][0], completion)
+                progress.update(len(part))
+        progress.close()
+
+    def rows(self) -> list[dict]:
+        """One result a method, in their order; speed-ups against the first."""
+        oracle = [label for label, method in self.methods.items() if isinstance(method.commit, Oracle)]
+        ceiling = None
+        if oracle:
+            samples = self.samples[oracle[0]]
+            ceiling = sum(s.tokens for s in samples) / sum(s.nfe for s in samples)
+        rows: list[dict] = []
+        for label in self.methods:
+            clock = self.clocks[label]
+            timing = Timing(self.wall[label], clock.seconds["backbone"], clock.router_seconds)
+            first = rows[0] if rows else None
+            batch = self.setting.batch_size
+            rows.append(result_row(label, self.samples[label], timing, batch, first, self.reference, ceiling))
+        return rows
+
+    def _decoder(self, method: Method) -> Decoder:
+        s = self.setting
+        return Decoder(
+            self.backbone,
+            method,
+            gen_length=s.gen_length,
+            batch_size=s.batch_size,
+            temperature=s.temperature,
+            seed=s.seed,
+        )
+
+    def _refer(self, referee: Decoder, requests: Sequence[Request]) -> None:
+        """Fills in missing reference outputs."""
+        missing = [r for r in requests if r.id not in self.reference]
+        for completion in referee.run(missing):
+            self.reference[completion.id] = completion.tokens.tolist()
+
+    def _with_reference(self, label: str, requests: Sequence[Request]) -> list[Request]:
+        if not isinstance(self.methods[label].commit, Oracle):
+            return list(requests)
+        return [replace(r, reference=tuple(self.reference[r.id])) for r in requests]
+
+    def _add(self, label: str, problem: Problem, completion) -> None:
+        output = completion.tokens.tolist()
+        eos = self.backbone.eos_id
+        text = self.backbone.decode(completion.tokens)
+        self.samples[label].append(
+            Sample(
+                method=label,
+                id=problem.id,
+                prompt=problem.prompt,
+                completion=text,
+                correct=self.task.grade(problem, text),
+                nfe=completion.nfe,
+                tokens=output.index(eos) if eos in output else len(output),
+                latency_ms=1000 * completion.latency_s,
+                committed_at=completion.committed_at.tolist(),
+                output=output,
+            )
+        )

@@ -1,0 +1,76 @@
+"""Completes prompts with a frozen backbone and a decoding method.
+
+python infer/generate.py prompt="A kid has 13 books. ..." method=eb_decode watch=true
+python infer/generate.py prompts=prompts.jsonl out=completions.jsonl method=threshold method.commit.tau=0.8
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import hydra
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from rich.console import Console
+from tqdm import tqdm
+
+from infer.canvas import Request
+from infer.loop import Decoder
+from infer.prompting import read_prompts
+from infer.watch import Watch
+
+
+def record(backbone, completion) -> dict:
+    """One line of `out`: id, text, and figures. Generated tokens are those before EOS."""
+    output = completion.tokens.tolist()
+    tokens = output.index(backbone.eos_id) if backbone.eos_id in output else len(output)
+    return {
+        "id": completion.id,
+        "completion": backbone.decode(completion.tokens),
+        "nfe": completion.nfe,
+        "tokens": tokens,
+        "tokens_per_forward": tokens / completion.nfe,
+        "latency_ms": 1000 * completion.latency_s,
+    }
+
+
+@hydra.main(config_path="../conf", config_name="generate", version_base="1.3")
+def main(cfg: DictConfig) -> None:
+    if (cfg.prompt is None) == (cfg.prompts is None):
+        raise ValueError('give either prompt="text" or prompts=file.jsonl')
+    if cfg.prompts and not cfg.out:
+        raise ValueError("prompts=file.jsonl needs out=file.jsonl for the completions")
+    texts = [("prompt", cfg.prompt)] if cfg.prompt is not None else read_prompts(Path(cfg.prompts))
+    backbone, method = instantiate(cfg.backbone), instantiate(cfg.method)
+    requests = [Request(name, backbone.encode(text)) for name, text in texts]
+    console = Console()
+    settings = {k: cfg.decode[k] for k in ("gen_length", "batch_size", "temperature", "seed")}
+    if cfg.watch:
+        with Watch(backbone.tokenizer, console, cfg.watch_delay) as watch:
+            decoder = Decoder(backbone, method, observers=[watch], **{**settings, "batch_size": 1})
+            records = [record(backbone, c) for c in decoder.run(requests)]
+    else:
+        decoder = Decoder(backbone, method, **settings)
+        begin = time.perf_counter()
+        bar = tqdm(decoder.run(requests), total=len(requests), disable=len(requests) == 1, unit="completion")
+        records = [record(backbone, c) for c in bar]
+        seconds = time.perf_counter() - begin
+    tokens, nfe = sum(r["tokens"] for r in records), sum(r["nfe"] for r in records)
+    if cfg.out:
+        order = {request.id: i for i, request in enumerate(requests)}
+        temporary = Path(f"{cfg.out}.tmp")
+        temporary.write_text("".join(json.dumps(r) + "\n" for r in sorted(records, key=lambda r: order[r["id"]])))
+        os.replace(temporary, cfg.out)
+        console.print(f"{len(records)} completions in {cfg.out}")
+    else:
+        console.print(records[0]["completion"], markup=False, highlight=False)
+    speed = "" if cfg.watch else f", {tokens / seconds:.1f} tokens/s"
+    console.print(
+        f"\n{method.name}: NFE {nfe / len(records):.1f}, {tokens / nfe:.2f} tokens per forward{speed} (tokens before EOS)",
+        highlight=False,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""The one decoding loop. It knows no method, no task and no model by name.
+
+Serves generation, traces, evaluation and routers alike. Rows of a batch are at different steps and blocks; a finished
+row leaves and the next request takes its slot. A row's result does not depend on what shares its batch.
+"""
+
+import hashlib
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from backbones.base import Backbone
+from infer.canvas import Canvas, Completion, Request
+from infer.observation import Observation, observe
+from infer.rules import Method
+from infer.stop import STOP_RULES
+
+STAGES = ("backbone", "observe", "where", "when", "bookkeeping")
+
+
+class Observer(Protocol):
+    """Watches decoding; changes nothing."""
+
+    def step(self, canvas: Canvas, seen: Observation, chosen_BL: Tensor) -> None:
+        """After a decision, before it is written: `canvas` is what the denoiser saw, with the active blocks set."""
+
+    def finished(self, completion: Completion) -> None: ...
+
+
+@dataclass
+class Clock:
+    """Seconds spent per stage, forwards of the whole batch, and rows in them. On a GPU each stage is waited for."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    forwards: int = 0
+    router_seconds: float = 0.0
+
+    @contextmanager
+    def stage(self, name: str, device: torch.device, router: bool = False):
+        begin = time.perf_counter()
+        yield
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        spent = time.perf_counter() - begin
+        self.seconds[name] += spent
+        if router:
+            self.router_seconds += spent
+
+
+class Decoder:
+    """Completes requests with one backbone and one method.
+
+    `gen_length` L positions each; `batch_size` rows at once; `temperature` 0 is greedy. At a temperature each row
+    draws from a generator of its own, seeded by `seed` and the request's id.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        method: Method,
+        *,
+        gen_length: int,
+        batch_size: int = 1,
+        temperature: float = 0.0,
+        seed: int = 0,
+        observers: Iterable[Observer] = (),
+        extra_needs: frozenset[str] = frozenset(),
+    ):
+        if not 1 <= gen_length < backbone.max_length:
+            raise ValueError(f"gen_length={gen_length}: need 1 to {backbone.max_length - 1} for {backbone.name}")
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: need at least 1")
+        if temperature < 0:
+            raise ValueError(f"temperature={temperature}: need 0 (greedy) or more")
+        if method.stop not in STOP_RULES:
+            raise ValueError(f"stop={method.stop!r} is unknown; allowed: {', '.join(STOP_RULES)}")
+        method.block.bind(backbone, gen_length)
+        method.commit.bind(backbone, gen_length)
+        self.backbone, self.method = backbone, method
+        self.gen_length, self.batch_size = gen_length, batch_size
+        self.temperature, self.seed = temperature, seed
+        self.observers = tuple(observers)
+        self.needs = method.needs | extra_needs
+        self.stop = STOP_RULES[method.stop]
+        self.clock = Clock()
+
+    @torch.inference_mode()
+    def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """Yields a completion for every request, in the order in which they finish."""
+        waiting = iter(requests)
+        canvas, entered, generators = None, {}, {}
+        while True:
+            with self._stage("bookkeeping"):
+                canvas = self._refill(canvas, waiting, entered, generators)
+            if canvas is None:
+                return
+            self._step(canvas, generators)
+            finished, canvas = self._collect(canvas, entered, generators)
+            yield from finished
+
+    def _step(self, canvas: Canvas, generators: dict[str, torch.Generator]) -> None:
+        block_rule, commit_rule = self.method.block, self.method.commit
+        # 1. Rows whose block is full open the next one; a rule that reads no statistics does so before the forward.
+        with self._stage("where", block_rule.has_router):
+            opening_B = ~canvas.candidates_BL.any(dim=1)
+            opens = bool(opening_B.any())
+            if opens and not block_rule.needs:
+                canvas.open_blocks(opening_B, block_rule.form(canvas, None, opening_B) & canvas.masked_BL)
+        # 2. The denoiser is asked for the block, or for every mask where the block is still to be chosen.
+        with self._stage("bookkeeping"):
+            asked_BL = canvas.candidates_BL
+            needs = self.needs
+            if opens and block_rule.needs:
+                asked_BL = torch.where(opening_B[:, None], canvas.masked_BL, asked_BL)
+                needs = needs | block_rule.needs
+            asked_BT = torch.zeros_like(canvas.tokens_BT, dtype=torch.bool)
+            asked_BT[:, -self.gen_length :] = asked_BL
+        with self._stage("backbone"):
+            logits_NV = self.backbone.logits(canvas.tokens_BT, canvas.pad_B, asked_BT)
+        # 3. One pass over the logits gives all that anybody reads.
+        with self._stage("observe"):
+            uniform_BL = self._uniform(canvas, generators)
+            seen = observe(logits_NV, asked_BL, needs, self.backbone.forbidden_ids, self.temperature, uniform_BL)
+        if opens and block_rule.needs:
+            with self._stage("where", block_rule.has_router):
+                canvas.open_blocks(opening_B, block_rule.form(canvas, seen, opening_B) & canvas.masked_BL)
+        # 4. The commit rule decides, filters thin.
+        with self._stage("when", commit_rule.has_router):
+            chosen_BL = commit_rule.choose(canvas, seen, canvas.candidates_BL)
+            for thinning in self.method.filters:
+                chosen_BL = thinning.thin(canvas, seen, chosen_BL)
+        with self._stage("bookkeeping"):
+            assert bool(chosen_BL.any(dim=1).all()), "a row committed nothing"
+            for observer in self.observers:
+                observer.step(canvas, seen, chosen_BL)
+            canvas.commit(chosen_BL, seen.top1_BL)
+            canvas.fill_with_eos(self.stop(canvas))
+        self.clock.forwards += 1
+
+    def _refill(self, canvas, waiting, entered, generators) -> Canvas | None:
+        free = self.batch_size - (len(canvas.ids) if canvas else 0)
+        fresh = []
+        while len(fresh) < free and (request := next(waiting, None)) is not None:
+            self._check(request, entered)
+            fresh.append(request)
+            entered[request.id] = time.perf_counter()
+            if self.temperature > 0:
+                digest = hashlib.sha256(f"{self.seed} {request.id}".encode()).digest()
+                generators[request.id] = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        if not fresh:
+            return canvas
+        b = self.backbone
+        joined = Canvas.of(fresh, self.gen_length, b.mask_id, b.eos_id, b.device)
+        return canvas.join(joined) if canvas else joined
+
+    def _check(self, request: Request, entered: dict[str, float]) -> None:
+        room = self.backbone.max_length - self.gen_length
+        if not 1 <= len(request.prompt) <= room:
+            raise ValueError(
+                f"prompt {request.id!r} has {len(request.prompt)} tokens; gen_length={self.gen_length} leaves room "
+                f"for 1 to {room} of {self.backbone.name}'s {self.backbone.max_length}"
+            )
+        if request.id in entered:
+            raise ValueError(f"prompt id {request.id!r} is there twice; ids must be unique")
+        if request.reference is not None and len(request.reference) != self.gen_length:
+            raise ValueError(f"reference of {request.id!r} has {len(request.reference)} tokens, not {self.gen_length}")
+
+    def _collect(self, canvas, entered, generators) -> tuple[list[Completion], Canvas | None]:
+        """Takes finished rows out; the rest go on."""
+        with self._stage("bookkeeping"):
+            open_rows = canvas.masked_BL.any(dim=1).tolist()
+            if all(open_rows):
+                return [], canvas
+            completions = []
+            for row, still_open in enumerate(open_rows):
+                if still_open:
+                    continue
+                generators.pop(canvas.ids[row], None)
+                completions.append(
+                    Completion(
+                        id=canvas.ids[row],
+                        prompt=canvas.prompts[row],
+                        tokens=canvas.generation_BL[row].cpu().clone(),
+                        committed_at=canvas.committed_at_BL[row].cpu().clone(),
+                        block=canvas.committed_block_BL[row].cpu().clone(),
+                        nfe=int(canvas.step_B[row]),
+                        latency_s=time.perf_counter() - entered[canvas.ids[row]],
+                    )
+                )
+            for completion in completions:
+                for observer in self.observers:
+                    observer.finished(completion)
+            left = [row for row, still_open in enumerate(open_rows) if still_open]
+            return completions, canvas.keep(left) if left else None
+
+    def _uniform(self, canvas: Canvas, generators: dict[str, torch.Generator]) -> Tensor | None:
+        if self.temperature == 0:
+            return None
+        draws = [torch.rand(self.gen_length, generator=generators[i]) for i in canvas.ids]
+        return torch.stack(draws).to(canvas.tokens_BT.device)
+
+    def _stage(self, name: str, router: bool = False):
+        return self.clock.stage(name, self.backbone.device, router)

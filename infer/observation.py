@@ -1,0 +1,114 @@
+"""What a rule may know about a step: statistics of the denoiser's logits at the asked positions.
+
+Everything is float32 whatever the model's dtype, from one pass over the logits. Forbidden ids ([MASK], ids without a
+tokenizer entry) have no probability. Only the statistics somebody named are computed.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+STATISTICS = ("confidence", "second", "entropy", "margin")
+CHUNK_ELEMENTS = 1 << 23  # logits handled at once: 32 MiB in float32
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Statistics of one step, laid out over the generation region and zero where `asked_BL` is False.
+
+    Attributes:
+        asked_BL: bool, the positions the denoiser was asked for.
+        top1_BL: int64, the predicted token: the most probable one, or the sampled one at a temperature.
+        confidence_BL: probability of `top1_BL`.
+        second_BL: the second largest probability.
+        entropy_BL: entropy in nats.
+        margin_BL: largest minus second largest logit.
+        vocab_size: V, over which entropy is normalised.
+
+    A statistic that nobody asked for is None.
+    """
+
+    asked_BL: Tensor
+    top1_BL: Tensor
+    vocab_size: int
+    confidence_BL: Tensor | None = None
+    second_BL: Tensor | None = None
+    entropy_BL: Tensor | None = None
+    margin_BL: Tensor | None = None
+
+    @property
+    def normalised_entropy_BL(self) -> Tensor:
+        """Entropy over ln V, in [0, 1]."""
+        return self.entropy_BL / math.log(self.vocab_size)
+
+
+def statistics(
+    logits_NV: Tensor, needs: frozenset[str], temperature: float = 0.0, uniform_N: Tensor | None = None
+) -> dict[str, Tensor]:
+    """`top1` (N,) and the statistics named in `needs`, each (N,) float32, of logits with forbidden ids at -inf.
+
+    With `temperature` > 0 the token is sampled from softmax(logits / temperature) by inverting its distribution
+    function at `uniform_N` in [0, 1); `confidence` is then that token's probability without the temperature.
+    """
+    chunk = max(1, CHUNK_ELEMENTS // max(1, logits_NV.shape[1]))
+    if logits_NV.shape[0] > chunk:
+        parts = [
+            statistics(part, needs, temperature, None if uniform_N is None else uniform_N[i * chunk : (i + 1) * chunk])
+            for i, part in enumerate(logits_NV.split(chunk))
+        ]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    z_NV = logits_NV.float()
+    if needs & {"second", "margin"}:
+        best_N2, token_N2 = z_NV.topk(2, dim=-1)
+        best_N, token_N = best_N2[:, 0], token_N2[:, 0]
+    else:
+        best_N, token_N = z_NV.max(dim=-1)
+    # Shifted by the maximum, so that exponentials never overflow and the largest is exactly 1.
+    shifted_NV = z_NV - best_N[:, None]
+    weight_NV = shifted_NV.exp()
+    total_N = weight_NV.sum(dim=-1)
+    if temperature > 0:
+        heat_NV = (shifted_NV / temperature).exp().cumsum(dim=-1)
+        token_N = (heat_NV <= (uniform_N * heat_NV[:, -1])[:, None]).sum(dim=-1).clamp_max(z_NV.shape[1] - 1)
+
+    found = {"top1": token_N}
+    if "confidence" in needs:
+        chosen_N = weight_NV.gather(1, token_N[:, None])[:, 0] if temperature > 0 else 1.0
+        found["confidence"] = chosen_N / total_N
+    if "second" in needs:
+        found["second"] = (best_N2[:, 1] - best_N).exp() / total_N
+    if "entropy" in needs:
+        # H = ln Z - sum(p * z); a forbidden id has weight 0 and must not turn 0 * -inf into NaN.
+        finite_NV = shifted_NV.clamp_min(torch.finfo(torch.float32).min)
+        found["entropy"] = (total_N.log() - (weight_NV * finite_NV).sum(dim=-1) / total_N).clamp_min(0)
+    if "margin" in needs:
+        found["margin"] = best_N - best_N2[:, 1]
+    return found
+
+
+def observe(
+    logits_NV: Tensor,
+    asked_BL: Tensor,
+    needs: frozenset[str],
+    forbidden: Tensor,
+    temperature: float = 0.0,
+    uniform_BL: Tensor | None = None,
+) -> Observation:
+    """The observation of one step. `logits_NV` holds the asked positions row-major; `forbidden` (K,) int64 ids.
+
+    Raises ValueError where a logit is NaN.
+    """
+    logits_NV = logits_NV.float().index_fill(1, forbidden, -torch.inf)
+    uniform_N = None if uniform_BL is None else uniform_BL[asked_BL]
+    found = statistics(logits_NV, needs | {"confidence"}, temperature, uniform_N)
+    if bool(found["confidence"].isnan().any()):
+        raise ValueError("the backbone gave NaN logits; try backbone.dtype=float32 and check its weights")
+    laid_out = {}
+    for name in ("top1", *sorted(needs)):
+        flat = found[name]
+        laid_out[f"{name}_BL"] = torch.zeros(asked_BL.shape, dtype=flat.dtype, device=flat.device)
+        laid_out[f"{name}_BL"][asked_BL] = flat
+    return Observation(asked_BL=asked_BL, vocab_size=logits_NV.shape[1], **laid_out)

@@ -1,0 +1,101 @@
+"""What a block rule, a commit rule, a filter and a method are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from backbones.base import Backbone
+from infer.canvas import Canvas
+from infer.observation import Observation
+
+
+class BlockRule(Protocol):
+    """Where: which positions form a row's next block.
+
+    Attributes:
+        needs: statistics it reads. Where empty, blocks are formed from the canvas alone, before the forward.
+        has_router: whether its time counts as router time.
+    """
+
+    needs: frozenset[str]
+    has_router: bool
+
+    def bind(self, backbone: Backbone, gen_length: int) -> None:
+        """Called once before decoding; raises ValueError where the rule does not fit the backbone or the length."""
+
+    def form(self, canvas: Canvas, seen: Observation | None, rows_B: Tensor) -> Tensor:
+        """The next block of the rows in `rows_B` (bool), as (B, L) bool; never empty for a row with masks left."""
+
+
+class CommitRule(Protocol):
+    """When: which masked positions of the active block are committed this step. Attributes as in `BlockRule`."""
+
+    needs: frozenset[str]
+    has_router: bool
+
+    def bind(self, backbone: Backbone, gen_length: int) -> None: ...
+
+    def choose(self, canvas: Canvas, seen: Observation, candidates_BL: Tensor) -> Tensor:
+        """A subset (B, L) bool of `candidates_BL`, at least one position of each row that has candidates."""
+
+
+class Filter(Protocol):
+    """Thins what a commit rule chose; keeps at least one position of each row that had any."""
+
+    needs: frozenset[str]
+
+    def thin(self, canvas: Canvas, seen: Observation, chosen_BL: Tensor) -> Tensor: ...
+
+
+class Rule:
+    """Defaults shared by rules: no statistics, no router, fits everything."""
+
+    needs: frozenset[str] = frozenset()
+    has_router = False
+
+    def bind(self, backbone: Backbone, gen_length: int) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Method:
+    """A named pair of answers to where and when, with filters and a stop rule."""
+
+    name: str
+    block: BlockRule
+    commit: CommitRule
+    filters: Sequence[Filter] = field(default=())
+    stop: str = "eos"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Statistics at every step; the block rule's come on top at the steps that open a block."""
+        return frozenset().union(self.commit.needs, *(f.needs for f in self.filters))
+
+
+def best_BL(score_BL: Tensor, candidates_BL: Tensor) -> Tensor:
+    """The candidate of the largest score in each row, (B, L) bool; ties go to the lowest position."""
+    score_BL = score_BL.float().masked_fill(~candidates_BL, -torch.inf)
+    first_B = score_BL.argmax(dim=1)
+    # argmax promises no order among equals; the first equal one is found by position.
+    equal_BL = candidates_BL & (score_BL == score_BL.gather(1, first_B[:, None]))
+    return equal_BL & (equal_BL.cumsum(dim=1) == 1)
+
+
+def or_best(chosen_BL: Tensor, score_BL: Tensor, candidates_BL: Tensor) -> Tensor:
+    """`chosen_BL`, with the best candidate in the rows where it is empty."""
+    empty_B1 = ~chosen_BL.any(dim=1, keepdim=True)
+    return chosen_BL | (best_BL(score_BL, candidates_BL) & empty_B1)
+
+
+def pack_left(mask_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices (B, K) of each row's True positions in order, and which of them are real; K is the largest count.
+
+    What does not exist points at some other, distinct position of the row, so that a scatter of False is harmless.
+    """
+    width = int(mask_BL.sum(dim=1).max())
+    order_BK = (~mask_BL).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
+    return order_BK, mask_BL.gather(1, order_BK)

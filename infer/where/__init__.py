@@ -1,0 +1,1 @@
+"""Block rules: where to decode next. One rule a file."""

@@ -1,0 +1,172 @@
+"""Makes the traces that a config asks for: resolves the spec, decodes what is missing, writes shards, sums up."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from backbones.base import Backbone
+from infer.canvas import Completion, Request
+from infer.loop import Decoder
+from infer.prompting import make_requests
+from routers.checkpoint import find_folder
+from tasks.problem import Task
+from trace_gen.masked import masked_rows
+from trace_gen.recorder import Recorder, trajectory_row
+from trace_gen.schema import ROWS
+from trace_gen.store import TraceStore
+
+# Settings of `decode` that change what is decoded; the batch size does not.
+DECODE_SETTINGS = ("gen_length", "block_length", "stop", "temperature", "seed")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Figures of a trace folder: counts, `right` share of right predictions, and for a replay `lead_time`, the mean
+    number of steps between a prediction being right for good and being committed."""
+
+    trajectories: int
+    positions: int
+    right: float
+    lead_time: float | None
+    megabytes: float
+
+    def __str__(self) -> str:
+        lead = "" if self.lead_time is None else f", mean lead time {self.lead_time:.2f} steps"
+        return (
+            f"{self.trajectories} trajectories, {self.positions} rows, {self.right:.1%} of predictions right{lead}, "
+            f"{self.megabytes:.1f} MB"
+        )
+
+
+def _hash_routers(node: Any) -> Any:
+    """A method config with each router folder replaced by a hash of its weights: traces depend on those."""
+    if isinstance(node, dict):
+        return {
+            k: hashlib.sha256((find_folder(v) / "model.safetensors").read_bytes()).hexdigest()[:16]
+            if k == "router"
+            else _hash_routers(v)
+            for k, v in node.items()
+        }
+    return [_hash_routers(v) for v in node] if isinstance(node, list) else node
+
+
+def make_spec(cfg: DictConfig, backbone: Backbone) -> dict[str, Any]:
+    """All that decides the content of the traces, JSON-like."""
+    if cfg.trace.kind not in ROWS:
+        raise ValueError(f"trace.kind={cfg.trace.kind!r} is unknown; allowed: {', '.join(ROWS)}")
+    tokenizer = hashlib.sha256(json.dumps(sorted(backbone.tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
+    spec = {
+        "kind": cfg.trace.kind,
+        "backbone": {
+            "name": backbone.name,
+            "fingerprint": backbone.fingerprint,
+            "tokenizer": tokenizer,
+            "vocab_size": backbone.vocab_size,
+            "mask_id": backbone.mask_id,
+            "dtype": str(backbone.dtype).removeprefix("torch."),
+        },
+        "method": _hash_routers(OmegaConf.to_container(cfg.method, resolve=True)),
+        "decode": {name: cfg.decode[name] for name in DECODE_SETTINGS},
+        "task": OmegaConf.to_container(cfg.task, resolve=True),
+        "split": cfg.trace.split,
+        "shard_size": cfg.trace.shard_size,
+    }
+    if cfg.trace.kind == "masked":
+        spec["ratios"] = list(cfg.trace.ratios)
+    return spec
+
+
+def make_traces(cfg: DictConfig, backbone: Backbone, task: Task) -> TraceStore:
+    """Opens or makes the traces of `cfg`; says so where nothing is left to do."""
+    if cfg.trace.limit < 1 or cfg.trace.shard_size < 1:
+        raise ValueError(f"trace.limit={cfg.trace.limit}, trace.shard_size={cfg.trace.shard_size}: need at least 1")
+    store = TraceStore.create_or_open(cfg.trace.out, make_spec(cfg, backbone), version("dllm-routers"))
+    pending = store.pending(cfg.trace.limit)
+    if not pending:
+        print(f"traces in {store.folder} are there already, {sum(store.counts)} trajectories")
+        return store
+    if pending[0].start:
+        print(f"going on in {store.folder} after {pending[0].start} trajectories")
+    requests = _requests(cfg, backbone, task, pending[0].start)
+    if not requests:
+        raise ValueError(f"task={task.name}: no problem left in split {cfg.trace.split!r} that fits the backbone")
+    recorder = Recorder()
+    replay = cfg.trace.kind == "replay"
+    decoder = Decoder(
+        backbone,
+        instantiate(cfg.method),
+        observers=[recorder] if replay else [],
+        extra_needs=recorder.needs if replay else frozenset(),
+        **{k: cfg.decode[k] for k in ("gen_length", "batch_size", "temperature", "seed")},
+    )
+    done: dict[int, Completion] = {}
+    first = pending[0].start
+    index_of = {r.id: first + i for i, r in enumerate(requests)}
+    last = first + len(requests)
+    shards = [range(p.start, min(p.stop, last)) for p in pending if p.start < last]
+    progress = tqdm(total=last, initial=first, desc=f"{cfg.trace.kind} traces", unit="trajectory", mininterval=1)
+    for completion in decoder.run(requests):
+        done[index_of[completion.id]] = completion
+        progress.update()
+        while shards and all(i in done for i in shards[0]):
+            part = [(i, done.pop(i)) for i in shards.pop(0)]
+            if replay:
+                rows = [row for i, c in part for row in recorder.labelled(i, c)]
+            else:
+                rows = list(_masked(cfg, backbone, part))
+            store.write_shard(part[0][0] // cfg.trace.shard_size, [trajectory_row(i, c) for i, c in part], rows)
+    progress.close()
+    return store
+
+
+def _requests(cfg: DictConfig, backbone: Backbone, task: Task, first: int) -> list[Request]:
+    prompts = ((p.id, p.prompt) for p in task.problems(cfg.trace.split))
+    return list(islice(make_requests(backbone, prompts, cfg.decode.gen_length), first, cfg.trace.limit))
+
+
+def _masked(cfg: DictConfig, backbone: Backbone, part: list[tuple[int, Completion]]) -> Iterator[dict]:
+    rows = []
+    size = cfg.decode.batch_size
+    for ratio in cfg.trace.ratios:
+        if not 0 < ratio <= 1:
+            raise ValueError(f"trace.ratios={list(cfg.trace.ratios)}: each ratio must be in (0, 1]")
+        for start in range(0, len(part), size):
+            chunk = part[start : start + size]
+            rows += masked_rows(backbone, chunk, ratio, cfg.decode.block_length, cfg.decode.seed)
+    return sorted(rows, key=lambda row: (row["trajectory"], -row["ratio"]))
+
+
+def summarise(store: TraceStore) -> Summary:
+    """Reads the whole store once."""
+    rows = store.rows().with_format("numpy")
+    positions = right = 0
+    waits: list[np.ndarray] = []
+    committed = {t["trajectory"]: np.array(t["committed_at"]) for t in store.trajectories()}
+    current, first_stable = None, {}
+    for row in rows:
+        positions += len(row["position"])
+        right += int(np.sum(row["right"]))
+        if store.kind != "replay":
+            continue
+        if row["trajectory"] != current:
+            current, first_stable = int(row["trajectory"]), {}
+        for position in np.asarray(row["position"])[np.asarray(row["stable"], dtype=bool)]:
+            if position not in first_stable:
+                first_stable[position] = int(row["step"])
+                waits.append(committed[current][position] - row["step"])
+    return Summary(
+        trajectories=sum(store.counts),
+        positions=positions,
+        right=right / max(1, positions),
+        lead_time=float(np.mean([w for w in waits if w >= 0] or [0.0])) if store.kind == "replay" else None,
+        megabytes=store.bytes_on_disk / 1e6,
+    )

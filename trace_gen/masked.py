@@ -1,0 +1,69 @@
+"""kind=masked: what the backbone predicts when its own responses are masked block-wise.
+
+A state at ratio r is what block-wise decoding meets: whole blocks clean from the left, the next one partly clean,
+everything behind it masked, with round(r * L) masks in all.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from backbones.base import Backbone
+from infer.canvas import Canvas, Completion, Request
+from infer.observation import observe
+
+
+def blockwise_mask(length: int, ratio: float, block_length: int, generator: torch.Generator) -> Tensor:
+    """(L,) bool with round(ratio * L) masks, at least one; which positions of the partly clean block are is drawn."""
+    masks = max(1, round(ratio * length))
+    clean = length - masks
+    whole = clean // block_length * block_length
+    mask_L = torch.ones(length, dtype=torch.bool)
+    mask_L[:whole] = False
+    partial = min(block_length, length - whole)
+    mask_L[whole + torch.randperm(partial, generator=generator)[: clean - whole]] = False
+    return mask_L
+
+
+@torch.inference_mode()
+def masked_rows(
+    backbone: Backbone, items: Sequence[tuple[int, Completion]], ratio: float, block_length: int, seed: int
+) -> list[dict]:
+    """Rows of `schema.MASKED` for completions, (trajectory index, completion), all masked at `ratio` in one batch."""
+    gen_length = len(items[0][1].tokens)
+    requests = [Request(c.id, c.prompt) for _, c in items]
+    canvas = Canvas.of(requests, gen_length, backbone.mask_id, backbone.eos_id, backbone.device)
+    response_BL = torch.stack([c.tokens for _, c in items]).to(backbone.device)
+    masks = []
+    for index, _ in items:
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + index) * 10_007 + round(ratio * 10_000))
+        masks.append(blockwise_mask(gen_length, ratio, block_length, generator))
+    mask_BL = torch.stack(masks).to(backbone.device)
+    canvas.generation_BL.copy_(torch.where(mask_BL, backbone.mask_id, response_BL))
+
+    asked_BT = torch.zeros_like(canvas.tokens_BT, dtype=torch.bool)
+    asked_BT[:, -gen_length:] = mask_BL
+    logits_NV = backbone.logits(canvas.tokens_BT, canvas.pad_B, asked_BT)
+    seen = observe(logits_NV, mask_BL, frozenset({"entropy"}), backbone.forbidden_ids)
+    allowed_NV = logits_NV.float().index_fill(1, backbone.forbidden_ids, -torch.inf)
+    loss_N = F.cross_entropy(allowed_NV, response_BL[mask_BL], reduction="none").cpu()
+
+    counts = mask_BL.sum(dim=1).tolist()
+    rows = []
+    for row, ((index, _), loss) in enumerate(zip(items, loss_N.split(counts), strict=True)):
+        mask_L = mask_BL[row]
+        top1 = seen.top1_BL[row][mask_L]
+        rows.append(
+            {
+                "trajectory": index,
+                "ratio": ratio,
+                "position": mask_L.nonzero()[:, 0].tolist(),
+                "top1": top1.tolist(),
+                "entropy": seen.entropy_BL[row][mask_L].tolist(),
+                "loss": loss.tolist(),
+                "right": (top1 == response_BL[row][mask_L]).tolist(),
+            }
+        )
+    return rows

@@ -1,0 +1,40 @@
+"""Trains LBS, the router that picks the next block, and exports it.
+
+python train/lbs.py trace.limit=512 out=runs/lbs
+python train/lbs.py inputs=entropy logger=wandb trainer.max_epochs=5
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import hydra
+import lightning as L
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from routers.config import LBSConfig
+from routers.lbs import LBS
+from train.lbs_module import COLUMNS, LBSModule
+from train.router_run import fit, origin_of, test_metrics, traces_for
+from train.trace_data import TraceData
+
+
+@hydra.main(config_path="../conf", config_name="train_lbs", version_base="1.3")
+def main(cfg: DictConfig) -> None:
+    L.seed_everything(cfg.seed, verbose=False)
+    backbone = instantiate(cfg.backbone)
+    store = traces_for(cfg, backbone)
+    router = LBS(LBSConfig(origin_of(store), embedding_size=backbone.embedding.shape[1], **cfg.model))
+    router.attach_embedding(backbone.embedding)
+    data = TraceData(store, COLUMNS, batch_size=cfg.batch_size, limit=cfg.trace.limit, seed=cfg.seed)
+    fitted = fit(cfg, LBSModule(router, **cfg.loss, **cfg.optim), data)
+    metrics = test_metrics(fitted, data)
+    if fitted.trainer.is_global_zero:
+        training = OmegaConf.to_container(cfg, resolve=True)
+        router.config = replace(router.config, metrics=metrics, training=training)
+        folder = router.cpu().save_pretrained(Path(cfg.out) / "export")
+        print(f"exported {folder}: " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
+
+
+if __name__ == "__main__":
+    main()

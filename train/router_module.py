@@ -1,0 +1,82 @@
+"""What the Lightning modules of both routers share: optimiser and metrics."""
+
+import math
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torchmetrics import MetricCollection
+from torchmetrics.classification import (
+    BinaryAUROC,
+    BinaryCalibrationError,
+    BinaryPrecision,
+    BinaryRecall,
+    BinarySpecificity,
+)
+
+
+def router_metrics(prefix: str) -> MetricCollection:
+    """Precision, recall and specificity at 0.5, AUROC and calibration error of "this prediction is right"."""
+    return MetricCollection(
+        {
+            "precision": BinaryPrecision(),
+            "recall": BinaryRecall(),
+            "specificity": BinarySpecificity(),
+            "auroc": BinaryAUROC(thresholds=501),
+            "calibration_error": BinaryCalibrationError(n_bins=15),
+        },
+        prefix=prefix,
+    )
+
+
+class RouterModule(L.LightningModule):
+    """Subclasses give `scores(batch) -> (loss, logit_BK, right_BK, valid_BK)`."""
+
+    def __init__(self, router: torch.nn.Module, *, lr: float, weight_decay: float, warmup: int):
+        super().__init__()
+        self.router = router
+        self.lr, self.weight_decay, self.warmup = lr, weight_decay, warmup
+        self.metrics = torch.nn.ModuleDict({part: router_metrics(f"{part}/") for part in ("val", "test")})
+
+    def scores(self, batch: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        raise NotImplementedError
+
+    def training_step(self, batch, _):
+        loss, _, _, valid_BK = self.scores(batch)
+        self.log("train/loss", loss, prog_bar=True, batch_size=int(valid_BK.sum()))
+        return loss
+
+    def validation_step(self, batch, _):
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch, _):
+        self._evaluate(batch, "test")
+
+    def on_validation_epoch_end(self):
+        self._log_metrics("val")
+
+    def on_test_epoch_end(self):
+        self._log_metrics("test")
+
+    def _evaluate(self, batch, part: str) -> None:
+        loss, logit_BK, right_BK, valid_BK = self.scores(batch)
+        self.log(f"{part}/loss", loss, prog_bar=True, sync_dist=True, batch_size=int(valid_BK.sum()))
+        self.metrics[part].update(logit_BK[valid_BK].sigmoid(), right_BK[valid_BK].long())
+
+    def _log_metrics(self, part: str) -> None:
+        values = self.metrics[part].compute()
+        values[f"{part}/fpr"] = 1 - values.pop(f"{part}/specificity")
+        self.log_dict(values)
+        self.metrics[part].reset()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.router.parameters(), lr=self.lr, weight_decay=self.weight_decay)
+        total = self.trainer.estimated_stepping_batches
+
+        def factor(step: int) -> float:
+            rise = min(1.0, (step + 1) / max(1, self.warmup))
+            return rise * 0.5 * (1 + math.cos(math.pi * min(1.0, step / max(1, total))))
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -1,0 +1,112 @@
+"""The steps that `train/lbs.py` and `train/lps.py` share: traces, fit, best checkpoint, scores."""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, Logger
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+
+from backbones.base import Backbone
+from routers.config import Origin
+from train.hardware import resolve_precision
+from train.router_module import RouterModule
+from train.trace_data import TraceData
+from trace_gen.job import make_spec, make_traces
+from trace_gen.store import MANIFEST, TraceStore
+
+
+def traces_for(cfg: DictConfig, backbone: Backbone) -> TraceStore:
+    """The traces that `cfg.trace` asks for; made first where missing, or an error with the command that makes them."""
+    if not cfg.trace.generate:
+        folder = Path(cfg.trace.out)
+        there = (folder / MANIFEST).exists()
+        store = TraceStore.create_or_open(folder, make_spec(cfg, backbone), "") if there else None
+        if store is None or store.pending(cfg.trace.limit):
+            overrides = [o for o in HydraConfig.get().overrides.task if o.split("=")[0].split(".")[0] in _TRACE_GROUPS]
+            command = shlex.join(
+                ["python", "trace_gen/generate.py", f"trace={cfg.trace.kind}", f"trace.limit={cfg.trace.limit}"]
+                + [o for o in overrides if not o.startswith(("trace.generate", "trace.limit"))]
+            )
+            raise ValueError(
+                f"trace.generate=false and the traces in {folder} are missing or too few; make them: {command}"
+            )
+        return store
+    return make_traces(cfg, backbone, instantiate(cfg.task))
+
+
+_TRACE_GROUPS = ("backbone", "task", "decode", "router", "method", "trace")
+
+
+def origin_of(store: TraceStore) -> Origin:
+    """What a router trained on `store` belongs to."""
+    backbone, decode = store.spec["backbone"], store.spec["decode"]
+    return Origin(
+        backbone=backbone["name"],
+        fingerprint=backbone["fingerprint"],
+        vocab_size=backbone["vocab_size"],
+        mask_id=backbone["mask_id"],
+        gen_length=decode["gen_length"],
+        block_length=decode["block_length"],
+    )
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A finished training: `trainer`, its loggers, and the module with the best weights."""
+
+    trainer: L.Trainer
+    module: RouterModule
+    loggers: list[Logger]
+
+
+def fit(cfg: DictConfig, module: RouterModule, data: TraceData) -> Fitted:
+    """Trains `module`, resumes where `resume=true` finds a checkpoint, and loads the best weights back."""
+    out = Path(cfg.out)
+    loggers: list[Logger] = [CSVLogger(out, name="logs")]
+    if cfg.logger:
+        loggers.append(instantiate(cfg.logger))
+    for logger in loggers:
+        logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))
+    best = ModelCheckpoint(out, filename="best", monitor="val/loss", save_last=True, enable_version_counter=False)
+    last = out / "last.ckpt"
+    resumed = last if cfg.resume and last.is_file() else None
+    if not cfg.resume:
+        for old in (last, out / "best.ckpt"):
+            old.unlink(missing_ok=True)
+    trainer = L.Trainer(
+        **{**cfg.trainer, "precision": resolve_precision(cfg.trainer.precision)},
+        logger=loggers,
+        callbacks=[best, EarlyStopping("val/loss", patience=cfg.patience)],
+        default_root_dir=out,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, data, ckpt_path=resumed, weights_only=False)
+    state = torch.load(out / "best.ckpt", weights_only=True, map_location="cpu")["state_dict"]
+    module.load_state_dict(state)
+    return Fitted(trainer, module, loggers)
+
+
+@torch.no_grad()
+def scores_of(module: RouterModule, loader) -> tuple[Tensor, Tensor]:
+    """Scores in [0, 1] and labels of all positions a loader yields, flat, on the CPU."""
+    module = module.cpu().eval()
+    scores, labels = [], []
+    for batch in loader:
+        _, logit_BK, right_BK, valid_BK = module.scores(batch)
+        scores.append(logit_BK[valid_BK].sigmoid())
+        labels.append(right_BK[valid_BK])
+    return torch.cat(scores), torch.cat(labels)
+
+
+def test_metrics(fitted: Fitted, data: TraceData) -> dict[str, float]:
+    """The test part's metrics, logged as well."""
+    values: dict[str, Any] = fitted.trainer.test(fitted.module, data, verbose=False)[0]
+    return {name: float(value) for name, value in values.items()}
