@@ -4,16 +4,27 @@ python eval/compare.py 'methods=[sequential,threshold,eb_decode,oracle]' limit=2
 python eval/compare.py 'methods=[sequential,"threshold:commit.tau=0.8"]' limit=64
 """
 
+import json
 from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from eval.report import draw_accuracy, draw_commit_steps, print_table, write_results
 from eval.runner import Comparison, Setting, choose_problems
-from infer.compose import build_method
+from infer.compose import build_method, compose_method, hash_routers
+
+
+def comparison_record(cfg: DictConfig, overrides: list[str]) -> dict:
+    """What decides the results: the config, and each method's with hashes of its routers' weights."""
+    record = OmegaConf.to_container(cfg, resolve=True)
+    for name in ("router", "method", "reuse", "out"):
+        record.pop(name)
+    methods = {entry: compose_method("compare", entry, overrides).method for entry in cfg.methods}
+    record["methods"] = {k: hash_routers(OmegaConf.to_container(m, resolve=True)) for k, m in methods.items()}
+    return record
 
 
 @hydra.main(config_path="../conf", config_name="compare", version_base="1.3")
@@ -23,20 +34,26 @@ def main(cfg: DictConfig) -> None:
         raise ValueError(f"methods={list(cfg.methods)}: name at least one, each once")
     if cfg.limit < 1:
         raise ValueError(f"limit={cfg.limit}: need at least 1 problem")
+    out, record = Path(cfg.out), comparison_record(cfg, overrides)
+    if cfg.reuse and (out / "config.json").is_file() and json.loads((out / "config.json").read_text()) == record:
+        print_table(json.loads((out / "results.json").read_text()))
+        print(f"{out} holds the results of this very comparison already")
+        return
     methods = {entry: build_method("compare", entry, overrides) for entry in cfg.methods}
-    reference = build_method("compare", "sequential", overrides)
+    reference = "sequential" if "sequential" in methods else build_method("compare", "sequential", overrides)
     backbone, task = instantiate(cfg.backbone), instantiate(cfg.task)
     setting = Setting(cfg.decode.gen_length, cfg.batch_size, cfg.decode.temperature, cfg.decode.seed)
     comparison = Comparison(backbone, task, methods, reference, setting)
     comparison.run(choose_problems(task, cfg.split, backbone, cfg.decode.gen_length, cfg.limit))
 
-    out, rows = Path(cfg.out), comparison.rows()
+    rows = comparison.rows()
     write_results(out, rows, [s for samples in comparison.samples.values() for s in samples])
     draw_accuracy(out / "accuracy.png", rows)
     example = comparison.samples[cfg.methods[0]][0].id
     chosen = [next(s for s in samples if s.id == example) for samples in comparison.samples.values()]
     pieces = {s.method: [backbone.tokenizer.decode([t]) for t in s.output] for s in chosen}
     draw_commit_steps(out / "commit_steps.png", chosen, pieces)
+    (out / "config.json").write_text(json.dumps(record, indent=2) + "\n")
     print_table(rows)
     print(f"results, samples and pictures in {out}: results.json samples.jsonl accuracy.png commit_steps.png")
 

@@ -16,9 +16,14 @@ from eval.metrics import Sample
 
 matplotlib.use("Agg")
 
+
+def _accuracy(row: dict) -> str:
+    return f"{row['accuracy']:.1%} [{row['accuracy_low']:.1%}, {row['accuracy_high']:.1%}]"
+
+
 COLUMNS: dict[str, tuple[str, Callable[[dict], str]]] = {
     "method": ("method", lambda r: r["method"]),
-    "accuracy": ("accuracy [95% interval]", lambda r: f"{r['accuracy']:.1%} [{r['accuracy_low']:.1%}, {r['accuracy_high']:.1%}]"),
+    "accuracy": ("accuracy [95% interval]", _accuracy),
     "nfe": ("NFE", lambda r: f"{r['nfe']:.1f}"),
     "tokens_per_forward": ("tok/fwd", lambda r: f"{r['tokens_per_forward']:.2f}"),
     "tokens_per_second": ("tok/s", lambda r: f"{r['tokens_per_second']:.1f}"),
@@ -71,9 +76,14 @@ def draw_accuracy(path: Path, rows: Sequence[dict]) -> None:
     for i, row in enumerate(rows):
         error = [[row["accuracy"] - row["accuracy_low"]], [row["accuracy_high"] - row["accuracy"]]]
         axes.errorbar(
-            row["tokens_per_forward"], row["accuracy"], yerror=error, fmt="o", capsize=3, color=f"C{i % 10}",
+            row["tokens_per_forward"],
+            row["accuracy"],
+            error,
+            fmt="o",
+            capsize=3,
+            color=f"C{i % 10}",
             label=row["method"],
-        )  # fmt: skip
+        )
     axes.set(xlabel="generated tokens per forward", ylabel="accuracy", title=f"{rows[0]['n']} problems, 95% intervals")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -46,16 +46,16 @@ def choose_problems(
 class Comparison:
     """Accumulates samples and times of several methods.
 
-    `reference_method` makes the outputs that agreement is measured against and that the oracle reads; it is run
-    untimed where it is not one of `methods`.
+    `reference` makes the outputs that agreement is measured against and that the oracle reads: the label of one of
+    `methods`, which then goes first in each round, or a method of its own, which is run untimed.
     """
 
     def __init__(
-        self, backbone: Backbone, task: Task, methods: dict[str, Method], reference_method: Method, setting: Setting
+        self, backbone: Backbone, task: Task, methods: dict[str, Method], reference: str | Method, setting: Setting
     ):
         self.backbone, self.task, self.setting = backbone, task, setting
         self.methods = methods
-        self.reference_method = reference_method
+        self.referee = reference
         self.samples: dict[str, list[Sample]] = {label: [] for label in methods}
         self.clocks = {label: Clock() for label in methods}
         self.wall = dict.fromkeys(methods, 0.0)
@@ -64,7 +64,11 @@ class Comparison:
     def run(self, chosen: dict[str, tuple[Problem, Request]]) -> None:
         """All methods over all problems, in rounds of two batches of prompts."""
         decoders = {label: self._decoder(method) for label, method in self.methods.items()}
-        referee = self._decoder(self.reference_method)
+        if isinstance(self.referee, str):
+            decoders = {self.referee: decoders[self.referee], **decoders}
+            referee = decoders[self.referee]
+        else:
+            referee = self._decoder(self.referee)
         requests = [request for _, request in chosen.values()]
         warm_up = requests[: min(len(requests), WARM_UP_PROMPTS)]
         self._refer(referee, warm_up)
@@ -75,11 +79,14 @@ class Comparison:
         progress = tqdm(total=len(requests) * len(decoders), desc="comparing", unit="completion", mininterval=1)
         for start in range(0, len(requests), size):
             part = requests[start : start + size]
-            self._refer(referee, part)
+            if not isinstance(self.referee, str):
+                self._refer(referee, part)
             for label, decoder in decoders.items():
                 begin = time.perf_counter()
                 completions = list(decoder.run(self._with_reference(label, part)))
                 self.wall[label] += time.perf_counter() - begin
+                if label == self.referee:
+                    self.reference |= {c.id: c.tokens.tolist() for c in completions}
                 for completion in completions:
                     self._add(label, chosen[completion.id][0], completion)
                 progress.update(len(part))

@@ -1,30 +1,39 @@
 """Method configs by name, for scripts that run several."""
 
+import hashlib
+from typing import Any
+
 from hydra import compose
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from infer.rules import Method
-
-
-def split_label(entry: str) -> tuple[str, str, list[str]]:
-    """(label, method, overrides) of an entry: `name`, or `name:commit.tau=0.8,block.block_length=16`.
-
-    Overrides are relative to the method; the label of an entry is the entry itself.
-    """
-    name, _, settings = entry.partition(":")
-    return entry, name, [f"method.{s}" for s in settings.split(",") if s]
+from routers.checkpoint import find_folder
 
 
 def compose_method(config_name: str, entry: str, overrides: list[str]) -> DictConfig:
     """The whole config with `method` set to what `entry` names. `overrides` are the command line's.
 
-    Raises Hydra's own error for an unknown method, with the names there are. Call it inside a Hydra application.
+    An entry is a name of conf/method/, or `name:commit.tau=0.8,block.block_length=16` with overrides relative to the
+    method. Raises Hydra's own error for an unknown name, with the names there are. Call it inside a Hydra application.
     """
-    _, name, own = split_label(entry)
+    name, _, settings = entry.partition(":")
     kept = [o for o in overrides if not o.startswith(("method=", "methods="))]
+    own = [f"method.{s}" for s in settings.split(",") if s]
     return compose(config_name, overrides=[*kept, f"method={name}", *own])
 
 
 def build_method(config_name: str, entry: str, overrides: list[str]) -> Method:
     return instantiate(compose_method(config_name, entry, overrides).method)
+
+
+def hash_routers(node: Any) -> Any:
+    """A method config with each router folder replaced by a hash of its weights: what is decoded depends on those."""
+    if isinstance(node, dict):
+        return {
+            k: hashlib.sha256((find_folder(v) / "model.safetensors").read_bytes()).hexdigest()[:16]
+            if k == "router"
+            else hash_routers(v)
+            for k, v in node.items()
+        }
+    return [hash_routers(v) for v in node] if isinstance(node, list) else node

@@ -67,7 +67,8 @@ def main(cfg: DictConfig) -> None:
         console.print(records[0]["completion"], markup=False, highlight=False)
     speed = "" if cfg.watch else f", {tokens / seconds:.1f} tokens/s"
     console.print(
-        f"\n{method.name}: NFE {nfe / len(records):.1f}, {tokens / nfe:.2f} tokens per forward{speed} (tokens before EOS)",
+        f"\n{method.name}: NFE {nfe / len(records):.1f}, {tokens / nfe:.2f} tokens per forward{speed} "
+        "(tokens before EOS)",
         highlight=False,
     )
 

@@ -1,1 +1,4 @@
-"""LBS and LPS as plain modules, their losses, the threshold search and the export format. torch and safetensors only."""
+"""LBS and LPS as plain modules, their losses, the threshold search and the export format.
+
+Imports torch and safetensors only.
+"""

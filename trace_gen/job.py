@@ -15,9 +15,9 @@ from tqdm import tqdm
 
 from backbones.base import Backbone
 from infer.canvas import Completion, Request
+from infer.compose import hash_routers
 from infer.loop import Decoder
 from infer.prompting import make_requests
-from routers.checkpoint import find_folder
 from tasks.problem import Task
 from trace_gen.masked import masked_rows
 from trace_gen.recorder import Recorder, trajectory_row
@@ -47,18 +47,6 @@ class Summary:
         )
 
 
-def _hash_routers(node: Any) -> Any:
-    """A method config with each router folder replaced by a hash of its weights: traces depend on those."""
-    if isinstance(node, dict):
-        return {
-            k: hashlib.sha256((find_folder(v) / "model.safetensors").read_bytes()).hexdigest()[:16]
-            if k == "router"
-            else _hash_routers(v)
-            for k, v in node.items()
-        }
-    return [_hash_routers(v) for v in node] if isinstance(node, list) else node
-
-
 def make_spec(cfg: DictConfig, backbone: Backbone) -> dict[str, Any]:
     """All that decides the content of the traces, JSON-like."""
     if cfg.trace.kind not in ROWS:
@@ -74,7 +62,7 @@ def make_spec(cfg: DictConfig, backbone: Backbone) -> dict[str, Any]:
             "mask_id": backbone.mask_id,
             "dtype": str(backbone.dtype).removeprefix("torch."),
         },
-        "method": _hash_routers(OmegaConf.to_container(cfg.method, resolve=True)),
+        "method": hash_routers(OmegaConf.to_container(cfg.method, resolve=True)),
         "decode": {name: cfg.decode[name] for name in DECODE_SETTINGS},
         "task": OmegaConf.to_container(cfg.task, resolve=True),
         "split": cfg.trace.split,

@@ -10,17 +10,20 @@ from pathlib import Path
 import hydra
 import lightning as L
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from routers.config import LBSConfig
 from routers.lbs import LBS
 from train.lbs_module import COLUMNS, LBSModule
-from train.router_run import fit, origin_of, test_metrics, traces_for
+from train.router_run import fit, is_exported, origin_of, test_metrics, traces_for, training_record
 from train.trace_data import TraceData
 
 
 @hydra.main(config_path="../conf", config_name="train_lbs", version_base="1.3")
 def main(cfg: DictConfig) -> None:
+    if cfg.reuse and is_exported(cfg):
+        print(f"{cfg.out}/export was trained with this very config already")
+        return
     L.seed_everything(cfg.seed, verbose=False)
     backbone = instantiate(cfg.backbone)
     store = traces_for(cfg, backbone)
@@ -30,8 +33,7 @@ def main(cfg: DictConfig) -> None:
     fitted = fit(cfg, LBSModule(router, **cfg.loss, **cfg.optim), data)
     metrics = test_metrics(fitted, data)
     if fitted.trainer.is_global_zero:
-        training = OmegaConf.to_container(cfg, resolve=True)
-        router.config = replace(router.config, metrics=metrics, training=training)
+        router.config = replace(router.config, metrics=metrics, training=training_record(cfg))
         folder = router.cpu().save_pretrained(Path(cfg.out) / "export")
         print(f"exported {folder}: " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
 

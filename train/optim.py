@@ -30,7 +30,7 @@ class MuonAdamW(torch.optim.Optimizer):
     Muon: Nesterov momentum 0.95, update scaled by max(1, rows / columns) ** 0.5. Both: decoupled weight decay.
     """
 
-    def __init__(self, groups: list[dict], *, momentum: float = 0.95, betas=(0.9, 0.98), eps: float = 1e-9):
+    def __init__(self, groups: list[dict], *, momentum: float = 0.95, betas=(0.9, 0.98), eps: float = 1e-8):
         super().__init__(groups, {"momentum": momentum, "betas": betas, "eps": eps, "weight_decay": 0.0})
 
     @torch.no_grad()

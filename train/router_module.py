@@ -31,12 +31,15 @@ def router_metrics(prefix: str) -> MetricCollection:
 
 
 class RouterModule(L.LightningModule):
-    """Subclasses give `scores(batch) -> (loss, logit_BK, right_BK, valid_BK)`."""
+    """Subclasses give `scores(batch) -> (loss, logit_BK, right_BK, valid_BK)`.
 
-    def __init__(self, router: torch.nn.Module, *, lr: float, weight_decay: float, warmup: int):
+    The learning rate rises over `warmup` steps and falls along a cosine to zero at the end of `horizon` epochs.
+    """
+
+    def __init__(self, router: torch.nn.Module, *, lr: float, weight_decay: float, warmup: int, horizon: int):
         super().__init__()
         self.router = router
-        self.lr, self.weight_decay, self.warmup = lr, weight_decay, warmup
+        self.lr, self.weight_decay, self.warmup, self.horizon = lr, weight_decay, warmup, horizon
         self.metrics = torch.nn.ModuleDict({part: router_metrics(f"{part}/") for part in ("val", "test")})
 
     def scores(self, batch: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -72,7 +75,7 @@ class RouterModule(L.LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.router.parameters(), lr=self.lr, weight_decay=self.weight_decay)
-        total = self.trainer.estimated_stepping_batches
+        total = self.trainer.estimated_stepping_batches / self.trainer.max_epochs * self.horizon
 
         def factor(step: int) -> float:
             rise = min(1.0, (step + 1) / max(1, self.warmup))

@@ -1,5 +1,6 @@
 """The steps that `train/lbs.py` and `train/lps.py` share: traces, fit, best checkpoint, scores."""
 
+import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,13 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from backbones.base import Backbone
+from infer.compose import hash_routers
 from routers.config import Origin
+from trace_gen.job import make_spec, make_traces
+from trace_gen.store import MANIFEST, TraceStore
 from train.hardware import resolve_precision
 from train.router_module import RouterModule
 from train.trace_data import TraceData
-from trace_gen.job import make_spec, make_traces
-from trace_gen.store import MANIFEST, TraceStore
 
 
 def traces_for(cfg: DictConfig, backbone: Backbone) -> TraceStore:
@@ -58,6 +60,21 @@ def origin_of(store: TraceStore) -> Origin:
     )
 
 
+def training_record(cfg: DictConfig) -> dict[str, Any]:
+    """What of the config decides the router, with the routers it builds on replaced by hashes of their weights."""
+    record = OmegaConf.to_container(cfg, resolve=True)
+    record["method"] = hash_routers(record["method"])
+    for name in ("router", "resume", "reuse", "logger", "out"):
+        record.pop(name, None)
+    return record
+
+
+def is_exported(cfg: DictConfig) -> bool:
+    """Whether `out/export` holds a router that was trained with this very config."""
+    file = Path(cfg.out) / "export" / "config.json"
+    return file.is_file() and json.loads(file.read_text())["training"] == training_record(cfg)
+
+
 @dataclass(frozen=True)
 class Fitted:
     """A finished training: `trainer`, its loggers, and the module with the best weights."""
@@ -71,7 +88,7 @@ def fit(cfg: DictConfig, module: RouterModule, data: TraceData) -> Fitted:
     """Trains `module`, resumes where `resume=true` finds a checkpoint, and loads the best weights back."""
     out = Path(cfg.out)
     loggers: list[Logger] = [CSVLogger(out, name="logs")]
-    if cfg.logger:
+    if cfg.get("logger"):
         loggers.append(instantiate(cfg.logger))
     for logger in loggers:
         logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))

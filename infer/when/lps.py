@@ -1,4 +1,6 @@
-"""LPS, learnable parallel sampling: a router finds predictions that will not change (EB-Decode, arXiv 2609.16450, §5.2).
+"""LPS, learnable parallel sampling: a router finds predictions that will not change.
+
+Source: EB-Decode, arXiv 2609.16450, §5.2.
 
     commit i if c_i >= tau or sigmoid(LPS_i) >= tau_psi, else the best candidate
 
@@ -35,7 +37,7 @@ class Lps(Rule):
     @torch.no_grad()
     def choose(self, canvas, seen, candidates_BL: Tensor) -> Tensor:
         order_BK, valid_BK = pack_left(candidates_BL)
-        rank_BL = canvas.block_BL.cumsum(dim=1) - 1
+        rank_BL = (canvas.block_BL.cumsum(dim=1) - 1).clamp_min(0)  # padding columns may lie before the block
         features = Features.of(
             rank=rank_BL.gather(1, order_BK),
             block_size=canvas.block_BL.sum(dim=1),

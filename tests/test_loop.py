@@ -1,0 +1,230 @@
+"""The loop: batch invariance, slots, stopping, and what it never does."""
+
+import pytest
+import torch
+
+from infer.canvas import STOPPED, Request
+from infer.loop import Decoder
+from infer.rules import Method, Rule
+from infer.when.lps import Lps
+from infer.when.oracle import Oracle
+from infer.when.threshold import Threshold
+from infer.when.top_k import TopK
+from infer.where.fixed import Fixed
+from infer.where.full import Full
+from infer.where.lbs import Lbs
+from tests.conftest import BLOCK_LENGTH, GEN_LENGTH
+
+METHODS = ("sequential", "top_3", "threshold", "full", "lbs", "lps", "eb_decode", "oracle")
+
+
+@pytest.fixture
+def make_method(lbs, lps):
+    def make(name: str, stop: str = "eos") -> Method:
+        fixed, learned = Fixed(BLOCK_LENGTH), Lbs(lbs, l_min=2, fallback=BLOCK_LENGTH)
+        pairs = {
+            "sequential": (fixed, TopK()),
+            "top_3": (fixed, TopK(3)),
+            "threshold": (fixed, Threshold(0.3)),
+            "full": (Full(), Threshold(0.3)),
+            "lbs": (learned, Threshold(0.3)),
+            "lps": (fixed, Lps(lps, tau=0.6)),
+            "eb_decode": (learned, Lps(lps, tau=0.6)),
+            "oracle": (fixed, Oracle()),
+        }
+        return Method(name, *pairs[name], stop=stop)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def requests(backbone):
+    """Prompts of unequal length, with references for the oracle."""
+    generator = torch.Generator().manual_seed(3)
+    allowed = [i for i in range(backbone.vocab_size) if i not in backbone.forbidden_ids.tolist()]
+    made = []
+    for i, length in enumerate((3, 17, 60, 1, 29, 8, 44, 5, 5, 90, 12, 33)):
+        draw = torch.randint(len(allowed), (length + GEN_LENGTH,), generator=generator).tolist()
+        ids = [allowed[d] for d in draw]
+        made.append(Request(f"r{i}", tuple(ids[:length]), tuple(ids[length:])))
+    return made
+
+
+def decode(backbone, method, requests, **settings):
+    decoder = Decoder(backbone, method, gen_length=GEN_LENGTH, **settings)
+    return {c.id: c for c in decoder.run(requests)}, decoder
+
+
+def same(a, b):
+    return torch.equal(a.tokens, b.tokens) and torch.equal(a.committed_at, b.committed_at) and a.nfe == b.nfe
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("stop", ["eos", "full_length"])
+def test_a_row_does_not_depend_on_its_batch(backbone, make_method, requests, name, stop):
+    alone, _ = decode(backbone, make_method(name, stop), requests, batch_size=1)
+    for batch_size in (5, 16):
+        together, _ = decode(backbone, make_method(name, stop), requests, batch_size=batch_size)
+        assert together.keys() == alone.keys()
+        for name_ in alone:
+            assert same(together[name_], alone[name_]), f"{name_} differs at batch {batch_size}"
+    reordered, _ = decode(backbone, make_method(name, stop), requests[::-1], batch_size=5)
+    assert all(same(reordered[i], alone[i]) for i in alone)
+
+
+def test_rows_finish_at_different_steps(backbone, make_method, requests):
+    """Guards the test above: with all rows equally long it would not exercise refilled slots."""
+    done, decoder = decode(backbone, make_method("threshold"), requests, batch_size=5)
+    assert len({c.nfe for c in done.values()}) > 3
+    assert max(c.nfe for c in done.values()) < decoder.clock.forwards < sum(c.nfe for c in done.values())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_output_is_complete(backbone, make_method, requests, name):
+    done, _ = decode(backbone, make_method(name, "full_length"), requests, batch_size=4)
+    for completion in done.values():
+        assert completion.tokens.shape == (GEN_LENGTH,)
+        assert not torch.isin(completion.tokens, backbone.forbidden_ids).any()
+        assert (completion.committed_at >= 0).all()
+        assert sorted(set(completion.committed_at.tolist())) == list(range(completion.nfe)), "a step committed nothing"
+
+
+def test_sequential_takes_one_forward_a_token(backbone, make_method, requests):
+    done, _ = decode(backbone, make_method("sequential", "full_length"), requests, batch_size=4)
+    for completion in done.values():
+        assert completion.nfe == GEN_LENGTH
+        # Blocks are filled left to right.
+        assert completion.block.tolist() == [i // BLOCK_LENGTH for i in range(GEN_LENGTH)]
+
+
+def test_learned_blocks_cost_no_forward(backbone, make_method, lbs, requests):
+    """One token a step in learned blocks takes exactly L forwards: forming a block is free."""
+    method = Method("m", Lbs(lbs, l_min=2, fallback=BLOCK_LENGTH), TopK(), stop="full_length")
+    done, _ = decode(backbone, method, requests, batch_size=4)
+    assert all(c.nfe == GEN_LENGTH for c in done.values())
+
+
+def test_learned_blocks_are_not_contiguous(backbone, lbs, requests):
+    """Guards the tests of learned blocks: the router of the fixture skips positions and gives blocks of many sizes."""
+    rule = Lbs(lbs, l_min=2, fallback=BLOCK_LENGTH)
+    done, _ = decode(backbone, Method("m", rule, Threshold(0.3), stop="full_length"), requests, batch_size=4)
+    sizes = {int(n) for c in done.values() for n in torch.bincount(c.block)}
+    assert len(sizes) > 4
+    assert any((c.block.diff() < 0).any() for c in done.values())
+
+
+class Forced(Rule):
+    """Commits given positions in order and writes given tokens, through a backbone-independent observation."""
+
+    needs = frozenset({"confidence"})
+
+    def __init__(self, order):
+        self.order = order
+
+    def choose(self, canvas, seen, candidates_BL):
+        chosen_BL = torch.zeros_like(candidates_BL)
+        for row, step in enumerate(canvas.step_B.tolist()):
+            chosen_BL[row, self.order[step]] = True
+        return chosen_BL
+
+
+class SayingEos:
+    """A backbone that predicts EOS everywhere except at given columns, counted from the end."""
+
+    def __init__(self, backbone, others):
+        self.__dict__.update(backbone.__dict__)
+        self.embedding = backbone.embedding
+        self.others, self.asked = others, []
+
+    def logits(self, tokens_BT, pad_B, asked_BT):
+        self.asked.append(int(asked_BT.sum()))
+        scores = torch.zeros(*tokens_BT.shape, self.vocab_size)
+        scores[..., self.eos_id] = 5.0
+        for position in self.others:
+            column = tokens_BT.shape[1] - GEN_LENGTH + position
+            scores[:, column, self.eos_id] = 0.0
+            scores[:, column, 40] = 5.0
+        return scores[asked_BT]
+
+
+def test_eos_ends_a_row_once_everything_before_it_is_committed(backbone):
+    stub = SayingEos(backbone, others=(0, 1))
+    order = [2, 5, 1, 0, 3]  # EOS at 2 and 5 first; nothing ends before 0 and 1 are there too
+    done, _ = decode(stub, Method("m", Full(), Forced(order)), [Request("a", (stub.eos_id, 40))])
+    completion = done["a"]
+    assert completion.nfe == 4
+    assert completion.tokens.tolist() == [40, 40] + [stub.eos_id] * (GEN_LENGTH - 2)
+    assert completion.committed_at[:6].tolist() == [3, 2, 0, STOPPED, STOPPED, 1]
+    assert (completion.committed_at[6:] == STOPPED).all()
+
+
+def test_eos_in_the_prompt_ends_nothing(backbone):
+    stub = SayingEos(backbone, others=range(GEN_LENGTH))
+    done, _ = decode(stub, Method("m", Full(), TopK()), [Request("a", (stub.eos_id, stub.eos_id))])
+    assert done["a"].nfe == GEN_LENGTH
+
+
+def test_only_the_block_is_asked_for(backbone, lbs):
+    stub = SayingEos(backbone, others=range(GEN_LENGTH))
+    decode(stub, Method("m", Fixed(BLOCK_LENGTH), TopK(), stop="full_length"), [Request("a", (40,))])
+    assert stub.asked[:3] == [BLOCK_LENGTH, BLOCK_LENGTH - 1, BLOCK_LENGTH - 2]
+    stub.asked.clear()
+    decode(stub, Method("m", Lbs(lbs, l_min=GEN_LENGTH, fallback=4), TopK(), stop="full_length"), [Request("a", (40,))])
+    # A step that opens a block asks for all masks, the three after it for the block's.
+    assert stub.asked[:6] == [GEN_LENGTH, 3, 2, 1, GEN_LENGTH - 4, 3]
+
+
+def test_temperature_is_seeded_and_independent_of_the_batch(backbone, make_method, requests):
+    hot = {"temperature": 1.0}
+    first, _ = decode(backbone, make_method("threshold"), requests, batch_size=5, seed=7, **hot)
+    again, _ = decode(backbone, make_method("threshold"), requests, batch_size=1, seed=7, **hot)
+    other, _ = decode(backbone, make_method("threshold"), requests, batch_size=5, seed=8, **hot)
+    greedy, _ = decode(backbone, make_method("threshold"), requests, batch_size=5)
+    assert all(same(first[i], again[i]) for i in first)
+    assert not all(same(first[i], other[i]) for i in first)
+    assert not all(same(first[i], greedy[i]) for i in first)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"gen_length": 0}, "gen_length=0"),
+        ({"gen_length": 256}, "gen_length=256"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"temperature": -0.1}, "temperature=-0.1"),
+    ],
+)
+def test_bad_settings_are_named(backbone, settings, named):
+    method = Method("m", Fixed(), TopK())
+    with pytest.raises(ValueError, match=named):
+        Decoder(backbone, method, **{"gen_length": GEN_LENGTH, **settings})
+
+
+def test_bad_stop_rule_is_named(backbone):
+    with pytest.raises(ValueError, match="stop='never'.*full_length"):
+        Decoder(backbone, Method("m", Fixed(), TopK(), stop="never"), gen_length=GEN_LENGTH)
+
+
+@pytest.mark.parametrize("length", [0, 256 - GEN_LENGTH + 1])
+def test_a_prompt_without_room_is_refused(backbone, length):
+    with pytest.raises(ValueError, match="gen_length=40 leaves room for 1 to 216"):
+        decode(backbone, Method("m", Fixed(), TopK()), [Request("long", (40,) * length)])
+
+
+def test_nan_logits_are_refused(backbone):
+    class Broken(SayingEos):
+        def logits(self, *args):
+            return super().logits(*args).index_fill(1, torch.tensor([9]), torch.nan)
+
+    with pytest.raises(ValueError, match="NaN"):
+        decode(Broken(backbone, ()), Method("m", Fixed(), TopK()), [Request("a", (40,))])
+
+
+def test_ids_must_be_unique(backbone):
+    with pytest.raises(ValueError, match="twice"):
+        decode(backbone, Method("m", Fixed(), TopK()), [Request("a", (40,)), Request("a", (41,))], batch_size=2)
+
+
+def test_oracle_without_references_is_refused(backbone):
+    with pytest.raises(ValueError, match="oracle"):
+        decode(backbone, Method("m", Fixed(), Oracle()), [Request("a", (40,))])

@@ -1,0 +1,192 @@
+"""The whole main job on a small random backbone, through the entry scripts, as a user runs it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from routers.lbs import LBS
+from routers.lps import LPS
+from tests.conftest import BLOCK_LENGTH, GEN_LENGTH
+from trace_gen.store import TraceStore
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(script: str, *overrides: str, cwd: Path) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    return subprocess.run(
+        [sys.executable, str(ROOT / script), *overrides], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+
+
+def succeed(script: str, *overrides: str, cwd: Path) -> str:
+    done = run(script, *overrides, cwd=cwd)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def shared(backbone_folder):
+    return (
+        f"backbone.path={backbone_folder}",
+        "backbone.name=random",
+        f"decode.gen_length={GEN_LENGTH}",
+        f"decode.block_length={BLOCK_LENGTH}",
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, shared):
+    """A working directory in which both routers were trained, with what the scripts printed."""
+    cwd = tmp_path_factory.mktemp("work")
+    small = ("trace.limit=20", "trace.shard_size=8", "trainer.max_epochs=2", "trainer.enable_progress_bar=false")
+    printed = {
+        "lbs": succeed("train/lbs.py", *shared, *small, "out=lbs", "logger=wandb", cwd=cwd),
+        "lps": succeed(
+            "train/lps.py", *shared, *small, "router.lbs=lbs/export", "out=lps", "fpr_budget=1", "logger=wandb", cwd=cwd
+        ),
+    }
+    return cwd, printed
+
+
+def test_routers_are_exported_with_where_they_belong(finished, backbone):
+    cwd, _ = finished
+    for kind, cls in (("lbs", LBS), ("lps", LPS)):
+        router = cls.from_pretrained(cwd / kind / "export")
+        assert router.config.origin.fingerprint == backbone.fingerprint
+        assert router.config.origin.gen_length == GEN_LENGTH
+        assert {"test/auroc", "test/precision", "test/recall", "test/fpr", "test/calibration_error"} <= set(
+            router.config.metrics
+        )
+    assert 0.8 <= router.config.threshold <= 0.9999
+    assert "val/recall_at_threshold" in router.config.metrics
+    assert len((cwd / "lps" / "thresholds.csv").read_text().splitlines()) == 251
+    assert list((cwd / "lps" / "wandb").glob("offline-run-*")), "W&B wrote nothing offline"
+
+
+def test_traces_are_there(finished):
+    cwd, _ = finished
+    replay = TraceStore.open(cwd / "runs/traces/random/lbs_sequential-replay")
+    assert replay.counts == [8, 8, 4]
+    masked = TraceStore.open(cwd / "runs/traces/random/threshold-masked")
+    assert len(masked.rows()) == 20 * 10
+    assert masked.spec["backbone"]["name"] == "random"
+
+
+def test_a_second_run_finds_the_traces(finished, shared):
+    cwd, _ = finished
+    text = succeed("trace_gen/generate.py", *shared, "trace=masked", "trace.limit=20", "trace.shard_size=8", cwd=cwd)
+    assert "are there already" in text and "20 trajectories" in text
+
+
+def test_other_traces_in_the_same_folder_are_refused(finished, shared):
+    cwd, _ = finished
+    done = run("trace_gen/generate.py", *shared, "trace=masked", "method.commit.tau=0.5", cwd=cwd)
+    assert done.returncode != 0
+    assert "method.commit.tau: 0.9 -> 0.5" in done.stderr
+
+
+def test_missing_traces_give_the_command(finished, shared):
+    cwd, _ = finished
+    done = run("train/lbs.py", *shared, "trace.generate=false", "trace.out=nowhere", cwd=cwd)
+    assert done.returncode != 0
+    assert "python trace_gen/generate.py trace=masked" in done.stderr and "trace.out=nowhere" in done.stderr
+    assert not (cwd / "nowhere").exists()
+
+
+def test_an_impossible_budget_is_an_error(finished, shared):
+    cwd, _ = finished
+    done = run(
+        "train/lps.py", *shared, "router.lbs=lbs/export", "trace.limit=20", "trace.shard_size=8", "fpr_budget=-1",
+        "trainer.max_epochs=1", "out=strict", cwd=cwd,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "fpr_budget=-1" in done.stderr and "best is FPR" in done.stderr
+    assert not (cwd / "strict" / "export").exists()
+
+
+def losses(folder: Path) -> list[str]:
+    """The epochs' validation losses from the CSV logs of all runs in a folder."""
+    found = []
+    for log in sorted(folder.glob("logs/version_*/metrics.csv")):
+        lines = [line.split(",") for line in log.read_text().splitlines()]
+        column = lines[0].index("val/loss")
+        found += [line[column] for line in lines[1:] if line[column]]
+    return found
+
+
+def test_resumed_training_repeats_the_loss_bit_for_bit(finished, shared):
+    cwd, _ = finished
+    args = (*shared, "trace.limit=20", "trace.shard_size=8", "trainer.enable_progress_bar=false", "optim.horizon=4")
+    succeed("train/lbs.py", *args, "out=whole", "trainer.max_epochs=4", cwd=cwd)
+    succeed("train/lbs.py", *args, "out=halves", "trainer.max_epochs=2", cwd=cwd)
+    succeed("train/lbs.py", *args, "out=halves", "trainer.max_epochs=4", "resume=true", cwd=cwd)
+    assert len(losses(cwd / "whole")) == 4
+    assert losses(cwd / "whole") == losses(cwd / "halves")
+
+
+def test_comparison(finished, shared):
+    cwd, _ = finished
+    methods = "methods=[sequential,threshold,'threshold:commit.tau=0.2',lbs,lps,eb_decode,oracle]"
+    routers = ("router.lbs=lbs/export", "router.lps=lps/export", "router.lps_fixed=lps/export")
+    text = succeed("eval/compare.py", *shared, *routers, methods, "limit=5", "batch_size=2", "out=table", cwd=cwd)
+    assert "before EOS" in text
+    rows = json.loads((cwd / "table/results.json").read_text())
+    assert [r["method"] for r in rows][:3] == ["sequential", "threshold", "threshold:commit.tau=0.2"]
+    keys = {
+        "method", "n", "accuracy", "accuracy_low", "accuracy_high", "nfe", "tokens_per_forward", "tokens_per_second",
+        "latency_ms", "batch_size", "speedup_nfe", "speedup_tps", "router_share", "agreement", "share_of_oracle",
+    }  # fmt: skip
+    by_method = {r["method"]: r for r in rows}
+    for row in rows:
+        assert keys <= set(row)
+        assert row["n"] == 5 and row["batch_size"] == 2
+    assert by_method["sequential"]["agreement"] == 1 and by_method["sequential"]["speedup_nfe"] == 1
+    assert by_method["sequential"]["router_share"] == 0 < by_method["eb_decode"]["router_share"]
+    assert by_method["threshold:commit.tau=0.2"]["nfe"] < by_method["threshold"]["nfe"]
+    assert by_method["oracle"]["share_of_oracle"] == 1
+    samples = [json.loads(line) for line in (cwd / "table/samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 7 * 5
+    first = samples[0]
+    assert set(first) == {
+        "method", "id", "prompt", "completion", "correct", "nfe", "tokens", "latency_ms", "committed_at",
+    }  # fmt: skip
+    assert len(first["committed_at"]) == GEN_LENGTH
+    for picture in ("accuracy.png", "commit_steps.png"):
+        assert (cwd / "table" / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_generation(finished, shared):
+    cwd, _ = finished
+    routers = ("router.lbs=lbs/export", "router.lps=lps/export")
+    text = succeed("infer/generate.py", *shared[:2], *shared[2:], *routers, "prompt=How many?", cwd=cwd)
+    assert "NFE" in text and "tokens per forward" in text
+    text = succeed("infer/generate.py", *shared, *routers, "prompt=How many?", "watch=true", "watch_delay=0", cwd=cwd)
+    assert "committed" in text
+    (cwd / "prompts.jsonl").write_text('{"id": "a", "prompt": "One?"}\n{"prompt": "Two and two are how many?"}\n')
+    succeed("infer/generate.py", *shared, "method=threshold", "prompts=prompts.jsonl", "out=done.jsonl", cwd=cwd)
+    lines = [json.loads(line) for line in (cwd / "done.jsonl").read_text().splitlines()]
+    assert [line["id"] for line in lines] == ["a", "2"]
+
+
+@pytest.mark.parametrize(
+    ("script", "overrides", "message"),
+    [
+        ("infer/generate.py", ("method=nonsense", "prompt=a"), "sequential"),
+        ("eval/compare.py", ("methods=[nonsense]",), "sequential"),
+        ("eval/compare.py", ("task=nonsense",), "gsm_symbolic"),
+        ("infer/generate.py", ("method=threshold", "method.commit.tau=1.5", "prompt=a"), "tau=1.5"),
+        ("infer/generate.py", ("prompt=a", "method=sequential", "decode.gen_length=0"), "gen_length=0"),
+        ("infer/generate.py", ("prompt=a", "method=lbs", "router.lbs=lbs/export", "decode.gen_length=41"), "not 41"),
+        ("infer/generate.py", ("prompt=a", "method=lbs", "router.lbs=nowhere"), "nowhere"),
+    ],
+)
+def test_bad_input_is_named(finished, shared, script, overrides, message):
+    cwd, _ = finished
+    done = run(script, *shared, *overrides, cwd=cwd)
+    assert done.returncode != 0
+    assert message in done.stderr
