@@ -46,7 +46,7 @@ def backbone_folder(tmp_path_factory, tokenizer):
         n_heads=4,
         mlp_hidden_size=64,
         vocab_size=len(tokenizer),
-        max_sequence_length=256,
+        max_sequence_length=512,
         mask_token_id=tokenizer.mask_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -56,7 +56,7 @@ def backbone_folder(tmp_path_factory, tokenizer):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2:
-                parameter.normal_(std=1.2 if "lm_head" in name else 0.25)
+                parameter.normal_(std=0.5 if "lm_head" in name else 0.6)
     folder = tmp_path_factory.mktemp("backbone")
     save_checkpoint(folder, model, config, tokenizer, torch.float32)
     return folder

@@ -189,7 +189,7 @@ def test_temperature_is_seeded_and_independent_of_the_batch(backbone, make_metho
     ("settings", "named"),
     [
         ({"gen_length": 0}, "gen_length=0"),
-        ({"gen_length": 256}, "gen_length=256"),
+        ({"gen_length": 512}, "gen_length=512"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"temperature": -0.1}, "temperature=-0.1"),
     ],
@@ -205,9 +205,9 @@ def test_bad_stop_rule_is_named(backbone):
         Decoder(backbone, Method("m", Fixed(), TopK(), stop="never"), gen_length=GEN_LENGTH)
 
 
-@pytest.mark.parametrize("length", [0, 256 - GEN_LENGTH + 1])
+@pytest.mark.parametrize("length", [0, 512 - GEN_LENGTH + 1])
 def test_a_prompt_without_room_is_refused(backbone, length):
-    with pytest.raises(ValueError, match="gen_length=40 leaves room for 1 to 216"):
+    with pytest.raises(ValueError, match="gen_length=40 leaves room for 1 to 472"):
         decode(backbone, Method("m", Fixed(), TopK()), [Request("long", (40,) * length)])
 
 

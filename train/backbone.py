@@ -37,16 +37,20 @@ def main(cfg: DictConfig) -> None:
     first = torch.load(resumed, weights_only=False)["global_step"] if resumed else 0
     train, validation = make_loaders(cfg, tokenizer, first)
     trainer = L.Trainer(
-        max_steps=cfg.optim.max_steps,
+        max_steps=min(cfg.stop_at or cfg.optim.max_steps, cfg.optim.max_steps),
         max_time=cfg.max_time,
         precision=resolve_precision(cfg.precision),
         gradient_clip_val=cfg.optim.clip,
         val_check_interval=cfg.optim.val_every,
         limit_train_batches=10**9,
         num_sanity_val_steps=0,
-        log_every_n_steps=25,
+        log_every_n_steps=cfg.log_every,
         logger=CSVLogger(out, name="logs"),
-        callbacks=[ModelCheckpoint(out, filename="step", save_last=True, every_n_train_steps=100, save_top_k=0)],
+        callbacks=[
+            ModelCheckpoint(
+                out, filename="step", save_last=True, every_n_train_steps=cfg.checkpoint_every, save_top_k=0
+            )
+        ],
         default_root_dir=out,
     )
     trainer.fit(module, train, validation, ckpt_path=resumed)

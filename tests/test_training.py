@@ -1,0 +1,221 @@
+"""Data of the trainings: masking, splits, shuffles, padding; the optimiser; the backbone's training from end to end."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from backbones.denoiser import load_llada
+from train.denoiser_data import DenoisingBatches, Example, Masking, batches_of_an_epoch, make_batch
+from train.hardware import resolve_precision
+from train.optim import MuonAdamW, orthogonalise
+from train.trace_data import EpochShuffle, pad_table, split_trajectories
+
+ROOT = Path(__file__).resolve().parents[1]
+MASK, EOS, DIGIT = 3, 2, 21
+
+
+def masking(**changes):
+    settings = {
+        "gen_length": 64, "block_length": 16, "blockwise": 0.0, "full_tail": 0.0, "eos_weight": 0.25,
+        "digit_weight": 2.0, "mask_id": MASK, "eos_id": EOS, "digit_ids": (DIGIT,),
+    }  # fmt: skip
+    return Masking(**{**settings, **changes})
+
+
+def examples(count=24, seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        Example(rng.integers(30, 60, rng.integers(3, 20)), np.append(rng.integers(30, 60, rng.integers(2, 40)), DIGIT))
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("blockwise", [0.0, 1.0])
+@pytest.mark.parametrize("full_tail", [0.0, 1.0])
+def test_a_batch_is_what_the_objective_says(blockwise, full_tail):
+    items, m = examples(), masking(blockwise=blockwise, full_tail=full_tail)
+    batch = make_batch(items, m, np.random.default_rng(1))
+    changed = batch.clean_BT != batch.noisy_BT
+    assert (batch.noisy_BT[changed] == MASK).all() and not (batch.clean_BT == MASK).any()
+    torch.testing.assert_close(batch.loss_BT.sum(dim=1), torch.full((24,), 1 / 24))  # every row weighs the same
+    assert (changed | (batch.loss_BT == 0)).all(), "a visible token has a loss"
+    longest = max(len(e.solution) for e in items)
+    width = batch.clean_BT.shape[1]
+    for i, e in enumerate(items):
+        start = int(batch.pad_B[i]) + len(e.prompt)
+        response = batch.clean_BT[i, start:]
+        assert batch.clean_BT[i, batch.pad_B[i] : start].tolist() == e.prompt.tolist()
+        assert response[: len(e.solution)].tolist() == e.solution.tolist()
+        assert (response[len(e.solution) :] == EOS).all() and len(response) > len(e.solution)
+        assert not changed[i, :start].any(), "a prompt token is masked"
+        assert len(response) == (64 if full_tail else -(-(longest + 1) // 16) * 16)
+        weights = batch.loss_BT[i, start:]
+        counted = weights > 0
+        if len(set(response[counted].tolist())) > 2:
+            text = weights[counted & (response != EOS) & (response != DIGIT)][0]
+            assert torch.allclose(weights[counted & (response == EOS)], 0.25 * text)
+            assert torch.allclose(weights[counted & (response == DIGIT)], 2 * text)
+        if blockwise:
+            masks = changed[i, start:].nonzero()[:, 0]
+            first = int(masks[0])
+            assert changed[i, start + first + 16 :].all(), "behind the block everything is masked"
+            assert not counted[first + 16 :].any(), "only the block has a loss"
+    assert width == start + len(response)
+
+
+def test_mask_ratios_are_stratified():
+    shares = []
+    for seed in range(40):
+        batch = make_batch(examples(24, seed), masking(full_tail=1.0), np.random.default_rng(seed))
+        shares.append(((batch.clean_BT != batch.noisy_BT).sum(1) / 64).sort().values)
+    mean = torch.stack(shares).mean(0)
+    torch.testing.assert_close(mean, (torch.arange(24) + 0.5) / 24, atol=0.05, rtol=0)
+
+
+def test_an_epoch_has_each_example_once_and_similar_lengths():
+    items = examples(200)
+    batches = batches_of_an_epoch(items, 8, np.random.default_rng(0))
+    flat = [i for b in batches for i in b]
+    assert len(flat) == len(set(flat)) == 200
+    spread = np.mean([np.ptp([len(items[i].solution) for i in b]) for b in batches])
+    assert spread < 0.4 * np.ptp([len(e.solution) for e in items])
+
+
+def test_batches_resume_exactly():
+    items, m = examples(50), masking(blockwise=0.5, full_tail=0.5)
+    whole = iter(DenoisingBatches(items, m, 8, seed=3))
+    first = [next(whole) for _ in range(15)]
+    resumed = iter(DenoisingBatches(items, m, 8, seed=3, first=9))
+    for expected in first[9:]:
+        assert all(torch.equal(a, b) for a, b in zip(expected, next(resumed), strict=True))
+
+
+def test_orthogonalise_pushes_singular_values_to_one():
+    torch.manual_seed(0)
+    for shape in ((3, 24, 64), (2, 64, 24), (1, 16, 16)):
+        values = torch.linalg.svdvals(orthogonalise(torch.randn(shape)))
+        assert values.min() > 0.4 and values.max() < 1.3
+
+
+def test_stacking_matrices_changes_nothing():
+    torch.manual_seed(0)
+    grads = torch.randn(4, 8, 20)
+    torch.testing.assert_close(orthogonalise(grads), torch.cat([orthogonalise(g[None]) for g in grads]))
+
+
+def test_adamw_part_is_torch_adamw():
+    torch.manual_seed(0)
+    ours = torch.nn.Parameter(torch.randn(5))
+    theirs = torch.nn.Parameter(ours.detach().clone())
+    a = MuonAdamW([{"params": [ours], "kind": "adamw", "lr": 0.1, "weight_decay": 0.2}], betas=(0.9, 0.95), eps=1e-8)
+    b = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.2, betas=(0.9, 0.95), eps=1e-8)
+    for step in range(5):
+        for p, optimiser in ((ours, a), (theirs, b)):
+            p.grad = torch.sin(p.detach() * (step + 1))
+            optimiser.step()
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_muon_is_torch_muon_up_to_its_precision():
+    """torch's runs Newton-Schulz in bfloat16, so the two agree to about that precision."""
+    torch.manual_seed(0)
+    ours = torch.nn.Parameter(torch.randn(12, 8))
+    theirs = torch.nn.Parameter(ours.detach().clone())
+    a = MuonAdamW([{"params": [ours], "kind": "muon", "lr": 0.1, "weight_decay": 0.2}])
+    b = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.2, momentum=0.95)
+    for _ in range(4):
+        gradient = torch.randn(12, 8)
+        ours.grad, theirs.grad = gradient, gradient.clone()
+        a.step(), b.step()
+    torch.testing.assert_close(ours, theirs, atol=0.02, rtol=0)
+
+
+def test_precision():
+    assert resolve_precision("16-mixed") == "16-mixed"
+    assert resolve_precision("auto") in ("bf16-mixed", "32-true")
+
+
+def test_trajectories_are_split_whole():
+    numbers = np.repeat(np.arange(100), 7)
+    train, validation, test = split_trajectories(numbers, seed=0)
+    assert (len(train), len(validation), len(test)) == (80, 10, 10)
+    assert sorted(np.concatenate([train, validation, test])) == list(range(100))
+    assert all((a == b).all() for a, b in zip(split_trajectories(numbers, 0), (train, validation, test), strict=True))
+    assert [len(p) for p in split_trajectories(np.arange(3), 0)] == [1, 1, 1]
+    with pytest.raises(ValueError, match="trace.limit: 2 trajectories"):
+        split_trajectories(np.arange(2), 0)
+
+
+def test_shuffles_depend_on_seed_and_epoch_alone():
+    sampler = EpochShuffle(20, seed=1)
+    first = list(sampler)
+    sampler.set_epoch(1)
+    second = list(sampler)
+    sampler.set_epoch(0)
+    assert list(sampler) == first != second and sorted(second) == list(range(20))
+
+
+def test_padding_a_table():
+    table = pa.table(
+        {
+            "trajectory": pa.array([4, 5], pa.int32()),
+            "top1": pa.array([[7, 8, 9], [1]], pa.list_(pa.int32())),
+            "right": pa.array([[True, False, True], [True]], pa.list_(pa.bool_())),
+        }
+    )
+    batch = pad_table(table)
+    assert batch.scalars["trajectory"].tolist() == [4, 5]
+    assert batch.lists["top1"].tolist() == [[7, 8, 9], [1, 0, 0]]
+    assert batch.lists["right"].tolist() == [[True, False, True], [True, False, False]]
+    assert batch.valid_BK.tolist() == [[True, True, True], [True, False, False]]
+    # Slices of a chunked table must not bring their parent's values along.
+    chunked = pa.concat_tables([table.slice(1), table.slice(0, 1)])
+    assert pad_table(chunked).lists["top1"].tolist() == [[1, 0, 0], [7, 8, 9]]
+    assert pad_table(table.slice(1)).lists["top1"].tolist() == [[1]]
+
+
+def test_loaders_accept_iterable_batches():
+    batches = DenoisingBatches(examples(16), masking(), 8, seed=0)
+    loader = iter(DataLoader(batches, batch_size=None))
+    assert next(loader).clean_BT.shape[0] == 8
+
+
+SMALL = (
+    "data.examples=64", "data.tokenizer_examples=80", "data.batch_size=8", "model.vocab_size=400", "model.d_model=32",
+    "model.n_layers=2", "model.n_heads=2", "model.mlp_hidden_size=48", "optim.val_every=2", "precision=32-true",
+)  # fmt: skip
+
+
+def train_backbone(cwd, *overrides):
+    command = [sys.executable, str(ROOT / "train/backbone.py"), *SMALL, *overrides]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def train_losses(folder):
+    found = {}
+    for log in sorted(folder.glob("logs/version_*/metrics.csv")):
+        for row in csv.DictReader(log.open()):
+            if row.get("train/loss"):
+                found[int(row["step"])] = row["train/loss"]
+    return found
+
+
+def test_backbone_training_exports_a_backbone_and_resumes(tmp_path):
+    """The run that was stopped and resumed ends with the very weights of the run that was not."""
+    schedule = ("optim.decay=0.5", "log_every=1", "checkpoint_every=2")
+    train_backbone(tmp_path, "out=whole", "optim.max_steps=4", *schedule)
+    train_backbone(tmp_path, "out=halves", "optim.max_steps=4", "stop_at=2", *schedule)
+    train_backbone(tmp_path, "out=halves", "optim.max_steps=4", *schedule)
+    assert len(train_losses(tmp_path / "whole")) == 4
+    assert train_losses(tmp_path / "whole") == train_losses(tmp_path / "halves")
+    a, b = (load_llada(str(tmp_path / run / "export"), name=run, device="cpu") for run in ("whole", "halves"))
+    assert a.fingerprint == b.fingerprint
+    assert a.max_length == 512 and a.vocab_size == 400
