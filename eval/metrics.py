@@ -45,7 +45,8 @@ def wilson(successes: int, n: int, confidence: float = 0.95) -> tuple[float, flo
     p = successes / n
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # Rounding must not push a bound past the proportion itself.
+    return min(p, max(0.0, centre - half)), max(p, min(1.0, centre + half))
 
 
 def agreement(samples: Sequence[Sample], reference: dict[str, list[int]]) -> float:

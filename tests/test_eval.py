@@ -1,0 +1,110 @@
+"""Figures of a comparison, against numbers worked out by hand or published."""
+
+import json
+
+import pytest
+
+from eval.metrics import Sample, Timing, agreement, result_row, wilson
+from eval.report import draw_accuracy, draw_commit_steps, print_table, write_results
+from eval.runner import Comparison, Setting, choose_problems
+from infer.rules import Method
+from infer.when.oracle import Oracle
+from infer.when.threshold import Threshold
+from infer.when.top_k import TopK
+from infer.where.fixed import Fixed
+from tests.conftest import BLOCK_LENGTH, GEN_LENGTH
+
+
+def sample(name, correct, nfe, tokens, output, latency=10.0):
+    return Sample("m", name, "?", "text", correct, nfe, tokens, latency, [0] * len(output), output)
+
+
+def test_wilson():
+    # Newcombe (1998), table I: 81 of 263 and 15 of 148.
+    assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+    assert wilson(15, 148) == pytest.approx((0.0624, 0.1605), abs=1e-4)
+    for successes, n in ((0, 5), (5, 5), (0, 256), (256, 256), (1, 3), (0, 0)):
+        low, high = wilson(successes, n)
+        p = successes / n if n else 0.5
+        assert 0 <= low <= p <= high <= 1
+
+
+def test_row():
+    samples = [sample("a", True, 4, 8, [1, 2, 3]), sample("b", False, 6, 2, [1, 2, 9], latency=30.0)]
+    reference = {"a": [1, 2, 3], "b": [1, 2, 3]}
+    first = {"nfe": 10.0, "tokens_per_second": 2.5}
+    row = result_row("m", samples, Timing(wall=2.0, backbone=1.0, router=0.25), 16, first, reference, 2.0)
+    assert row["n"] == 2 and row["accuracy"] == 0.5 and row["nfe"] == 5 and row["batch_size"] == 16
+    assert row["tokens_per_forward"] == 1.0 and row["tokens_per_second"] == 5.0 and row["latency_ms"] == 20.0
+    assert row["speedup_nfe"] == 2.0 and row["speedup_tps"] == 2.0 and row["router_share"] == 0.25
+    assert row["agreement"] == pytest.approx(5 / 6) == agreement(samples, reference)
+    assert row["share_of_oracle"] == 0.5
+    assert result_row("m", samples, Timing(1, 1, 0), 1, None, reference, None)["share_of_oracle"] is None
+
+
+@pytest.fixture(scope="module")
+def compared(backbone, task):
+    """The reference is one of the methods here, and run on its own in the second comparison."""
+    fixed = Fixed(BLOCK_LENGTH)
+    sequential = Method("sequential", fixed, TopK())
+    chosen = choose_problems(task, "validation", backbone, GEN_LENGTH, 5)
+    methods = {
+        "threshold": Method("t", fixed, Threshold(0.3)),
+        "oracle": Method("o", fixed, Oracle()),
+        "sequential": sequential,
+    }
+    inside = Comparison(backbone, task, methods, "sequential", Setting(GEN_LENGTH, 2))
+    inside.run(chosen)
+    outside = Comparison(
+        backbone, task, {k: methods[k] for k in ("threshold", "oracle")}, sequential, Setting(GEN_LENGTH, 2)
+    )
+    outside.run(chosen)
+    return inside, outside
+
+
+def test_the_reference_is_the_same_from_inside_and_outside(compared):
+    inside, outside = compared
+    assert inside.reference == outside.reference and len(inside.reference) == 5
+    assert [r["method"] for r in inside.rows()] == ["threshold", "oracle", "sequential"]
+    for a, b in zip(inside.rows(), outside.rows(), strict=False):
+        assert (a["nfe"], a["agreement"], a["tokens_per_forward"]) == (
+            b["nfe"],
+            b["agreement"],
+            b["tokens_per_forward"],
+        )
+
+
+def test_rows_of_a_comparison(compared):
+    threshold, oracle, sequential = compared[0].rows()
+    assert threshold["speedup_nfe"] == 1.0 and sequential["agreement"] == 1.0
+    assert oracle["nfe"] <= threshold["nfe"] < sequential["nfe"]
+    assert oracle["share_of_oracle"] == 1.0 and oracle["agreement"] >= threshold["agreement"]
+    # The warm-up is in no figure: every method's samples are the five problems, once.
+    for samples in compared[0].samples.values():
+        assert len({s.id for s in samples}) == len(samples) == 5
+    assert all(s.nfe == sum(1 for c in s.committed_at if c >= 0) for s in compared[0].samples["sequential"])
+
+
+def test_files_and_pictures(tmp_path, compared, capsys):
+    rows, samples = compared[0].rows(), compared[0].samples
+    write_results(tmp_path, rows, samples["oracle"])
+    assert json.loads((tmp_path / "results.json").read_text()) == rows
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 5
+    draw_accuracy(tmp_path / "a.png", rows)
+    chosen = [s[0] for s in samples.values()]
+    draw_commit_steps(tmp_path / "b.png", chosen, {s.method: ["$x\n"] * GEN_LENGTH for s in chosen})
+    assert all((tmp_path / name).stat().st_size > 1000 for name in ("a.png", "b.png"))
+    print_table(rows)
+    printed = capsys.readouterr().out
+    assert "before EOS" in printed and "5 problems, batch size 2" in printed
+
+
+def test_no_problem_left_is_an_error(backbone, task):
+    class Empty:
+        name = "empty"
+
+        def problems(self, split):
+            return iter(())
+
+    with pytest.raises(ValueError, match="task=empty: no problem left in split 'test'"):
+        choose_problems(Empty(), "test", backbone, GEN_LENGTH, 5)
