@@ -13,7 +13,7 @@ class Sample:
     """One completion by one method. The first eight fields are what `samples.jsonl` is promised to hold.
 
     `tokens` are generated tokens: those before EOS. `committed_at` has a step for every position, -1 where the stop
-    rule filled it. `output` is the whole generation region.
+    rule filled it. `template` is the problem's family. `output` is the whole generation region.
     """
 
     method: str
@@ -25,6 +25,7 @@ class Sample:
     tokens: int
     latency_ms: float
     committed_at: list[int]
+    template: str
     output: list[int]
 
 

@@ -145,6 +145,7 @@ class Comparison:
                 tokens=output.index(eos) if eos in output else len(output),
                 latency_ms=1000 * completion.latency_s,
                 committed_at=completion.committed_at.tolist(),
+                template=problem.template,
                 output=output,
             )
         )

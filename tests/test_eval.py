@@ -16,7 +16,7 @@ from tests.conftest import BLOCK_LENGTH, GEN_LENGTH
 
 
 def sample(name, correct, nfe, tokens, output, latency=10.0):
-    return Sample("m", name, "?", "text", correct, nfe, tokens, latency, [0] * len(output), output)
+    return Sample("m", name, "?", "text", correct, nfe, tokens, latency, [0] * len(output), "1", output)
 
 
 def test_wilson():

@@ -154,6 +154,7 @@ def test_comparison(finished, shared):
     first = samples[0]
     assert set(first) == {
         "method", "id", "prompt", "completion", "correct", "nfe", "tokens", "latency_ms", "committed_at",
+        "template",
     }  # fmt: skip
     assert len(first["committed_at"]) == GEN_LENGTH
     for picture in ("accuracy.png", "commit_steps.png"):
@@ -190,3 +191,17 @@ def test_bad_input_is_named(finished, shared, script, overrides, message):
     done = run(script, *shared, *overrides, cwd=cwd)
     assert done.returncode != 0
     assert message in done.stderr
+
+
+def test_the_notebook_runs_on_these_traces(finished, monkeypatch):
+    """Its code cells, in order, in one namespace."""
+    cwd, _ = finished
+    monkeypatch.setenv("TRACES", str(cwd / "runs/traces/random/lbs_sequential-replay"))
+    notebook = json.loads((ROOT / "notebooks/look_at_traces.ipynb").read_text())
+    namespace: dict = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"], "committed with outputs"
+            exec("".join(cell["source"]), namespace)
+    assert namespace["lead"].size and (namespace["lead"] >= 0).all()
+    assert 0 < namespace["share"][-1] <= 1
