@@ -34,7 +34,7 @@ def main(cfg: DictConfig) -> None:
     masking = make_masking(cfg, tokenizer)
     optim = {k: v for k, v in cfg.optim.items() if k not in ("clip", "val_every")}
     module = Denoiser(model, digit_ids=masking.digit_ids, eos_id=masking.eos_id, **optim)
-    first = torch.load(resumed, weights_only=False)["global_step"] if resumed else 0
+    first = torch.load(resumed, weights_only=True)["global_step"] if resumed else 0
     train, validation = make_loaders(cfg, tokenizer, first)
     trainer = L.Trainer(
         max_steps=min(cfg.stop_at or cfg.optim.max_steps, cfg.optim.max_steps),
@@ -53,7 +53,7 @@ def main(cfg: DictConfig) -> None:
         ],
         default_root_dir=out,
     )
-    trainer.fit(module, train, validation, ckpt_path=resumed)
+    trainer.fit(module, train, validation, ckpt_path=resumed, weights_only=True)
     save_checkpoint(out / "export", model, config, tokenizer, torch.float32)
     print(f"exported {out / 'export'} after {trainer.global_step} steps")
 

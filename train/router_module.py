@@ -70,7 +70,7 @@ class RouterModule(L.LightningModule):
     def _log_metrics(self, part: str) -> None:
         values = self.metrics[part].compute()
         values[f"{part}/fpr"] = 1 - values.pop(f"{part}/specificity")
-        self.log_dict(values)
+        self.log_dict(values, sync_dist=True)  # equal on all ranks already; without it Lightning warns
         self.metrics[part].reset()
 
     def configure_optimizers(self):

@@ -1,7 +1,9 @@
 """The steps that `train/lbs.py` and `train/lps.py` share: traces, fit, best checkpoint, scores."""
 
 import json
+import logging
 import shlex
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,8 +86,21 @@ class Fitted:
     loggers: list[Logger]
 
 
+def hush_lightning() -> None:
+    """Leaves out of the terminal what tells a user of the scripts nothing: tips, and warnings about its own innards."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    for message in (
+        ".*LeafSpec.*",
+        ".*does not have many workers.*",
+        ".*exists and is not empty.*",
+        ".*logging interval.*",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+
+
 def fit(cfg: DictConfig, module: RouterModule, data: TraceData) -> Fitted:
     """Trains `module`, resumes where `resume=true` finds a checkpoint, and loads the best weights back."""
+    hush_lightning()
     out = Path(cfg.out)
     loggers: list[Logger] = [CSVLogger(out, name="logs")]
     if cfg.get("logger"):
@@ -105,7 +120,7 @@ def fit(cfg: DictConfig, module: RouterModule, data: TraceData) -> Fitted:
         default_root_dir=out,
         enable_model_summary=False,
     )
-    trainer.fit(module, data, ckpt_path=resumed, weights_only=False)
+    trainer.fit(module, data, ckpt_path=resumed, weights_only=True)
     state = torch.load(out / "best.ckpt", weights_only=True, map_location="cpu")["state_dict"]
     module.load_state_dict(state)
     return Fitted(trainer, module, loggers)
