@@ -7,6 +7,8 @@ TRACES ?= 64
 PROBLEMS ?= 32
 
 PY := $(VENV)/bin/python
+# A changed size or backbone makes the demo's traces anew instead of stopping it.
+STORE := trace.shard_size=32 trace.replace=true
 INSTALLED := $(VENV)/.installed
 
 .PHONY: demo test test-slow lint clean
@@ -19,10 +21,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(INSTALLED)
-	$(PY) trace_gen/generate.py trace=masked trace.limit=$(TRACES) trace.out=$(OUT)/masked trace.shard_size=32
-	$(PY) train/lbs.py reuse=true trace.limit=$(TRACES) trace.out=$(OUT)/masked trace.shard_size=32 out=$(OUT)/lbs
-	$(PY) trace_gen/generate.py trace=replay trace.limit=$(TRACES) trace.out=$(OUT)/replay trace.shard_size=32 router.lbs=$(OUT)/lbs/export
-	$(PY) train/lps.py reuse=true trace.limit=$(TRACES) trace.out=$(OUT)/replay trace.shard_size=32 router.lbs=$(OUT)/lbs/export out=$(OUT)/lps
+	$(PY) trace_gen/generate.py trace=masked trace.limit=$(TRACES) trace.out=$(OUT)/masked $(STORE)
+	$(PY) train/lbs.py reuse=true trace.limit=$(TRACES) trace.out=$(OUT)/masked $(STORE) out=$(OUT)/lbs
+	$(PY) trace_gen/generate.py trace=replay trace.limit=$(TRACES) trace.out=$(OUT)/replay $(STORE) router.lbs=$(OUT)/lbs/export
+	$(PY) train/lps.py reuse=true trace.limit=$(TRACES) trace.out=$(OUT)/replay $(STORE) router.lbs=$(OUT)/lbs/export out=$(OUT)/lps
 	$(PY) eval/compare.py reuse=true 'methods=[sequential,threshold,lbs,lps,eb_decode,oracle]' limit=$(PROBLEMS) router.lbs=$(OUT)/lbs/export router.lps=$(OUT)/lps/export out=$(OUT)/compare
 	@echo "routers:  $(OUT)/lbs/export  $(OUT)/lps/export"
 	@echo "pictures: $(OUT)/compare/accuracy.png  $(OUT)/compare/commit_steps.png"

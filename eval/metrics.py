@@ -35,6 +35,7 @@ class Timing:
 
     wall: float
     backbone: float
+    observe: float
     router: float
 
 
@@ -52,8 +53,17 @@ def wilson(successes: int, n: int, confidence: float = 0.95) -> tuple[float, flo
 
 def agreement(samples: Sequence[Sample], reference: dict[str, list[int]]) -> float:
     """Share of positions equal to the reference output, over whole generation regions."""
-    equal = [np.mean(np.array(s.output) == np.array(reference[s.id])) for s in samples]
-    return float(fmean(equal))
+    return fmean(float(np.mean(np.array(s.output) == np.array(reference[s.id]))) for s in samples)
+
+
+def text_agreement(samples: Sequence[Sample], reference: dict[str, list[int]], eos_id: int) -> float:
+    """As `agreement`, over the reference's positions before its EOS, as the tail agrees for free."""
+    equal = []
+    for sample in samples:
+        wanted = reference[sample.id]
+        length = wanted.index(eos_id) if eos_id in wanted else len(wanted)
+        equal += [a == b for a, b in zip(sample.output[:length], wanted[:length], strict=True)]
+    return fmean(equal) if equal else 1.0
 
 
 def result_row(
@@ -64,8 +74,13 @@ def result_row(
     first: dict | None,
     reference: dict[str, list[int]],
     oracle_tokens_per_forward: float | None,
+    eos_id: int,
 ) -> dict:
-    """One row of `results.json`. `first` is the row that speed-ups are taken against, None for that row itself."""
+    """One row of `results.json`. `first` is the row that speed-ups are taken against, None for that row itself.
+
+    `router_share` is the time inside rules that hold a router over the backbone's; the statistics that routers read
+    are in `observe_share`, which is there for every method. A ratio to nothing is None.
+    """
     n, correct = len(samples), sum(s.correct for s in samples)
     low, high = wilson(correct, n)
     tokens, nfe = sum(s.tokens for s in samples), sum(s.nfe for s in samples)
@@ -81,12 +96,15 @@ def result_row(
         "latency_ms": fmean(s.latency_ms for s in samples),
         "batch_size": batch_size,
         "router_share": timing.router / timing.backbone,
+        "observe_share": timing.observe / timing.backbone,
         "agreement": agreement(samples, reference),
+        "text_agreement": text_agreement(samples, reference, eos_id),
         "share_of_oracle": None if not oracle_tokens_per_forward else tokens / nfe / oracle_tokens_per_forward,
         "tokens": tokens / n,
         "seconds": timing.wall,
     }
     base = first or row
     row["speedup_nfe"] = base["nfe"] / row["nfe"]
-    row["speedup_tps"] = row["tokens_per_second"] / base["tokens_per_second"]
+    first_speed = base["tokens_per_second"]
+    row["speedup_tps"] = row["tokens_per_second"] / first_speed if first_speed else None
     return row

@@ -29,9 +29,10 @@ COLUMNS: dict[str, tuple[str, Callable[[dict], str]]] = {
     "tokens_per_second": ("tok/s", lambda r: f"{r['tokens_per_second']:.1f}"),
     "latency_ms": ("latency ms", lambda r: f"{r['latency_ms']:.0f}"),
     "speedup_nfe": ("x NFE", lambda r: f"{r['speedup_nfe']:.2f}"),
-    "speedup_tps": ("x tok/s", lambda r: f"{r['speedup_tps']:.2f}"),
+    "speedup_tps": ("x tok/s", lambda r: "-" if r["speedup_tps"] is None else f"{r['speedup_tps']:.2f}"),
     "router_share": ("routers", lambda r: f"{r['router_share']:.1%}"),
     "agreement": ("agreement", lambda r: f"{r['agreement']:.1%}"),
+    "text_agreement": ("before EOS", lambda r: f"{r['text_agreement']:.1%}"),
     "share_of_oracle": ("of oracle", lambda r: "-" if r["share_of_oracle"] is None else f"{r['share_of_oracle']:.1%}"),
 }  # fmt: skip
 
@@ -49,8 +50,16 @@ def print_table(rows: Sequence[dict], console: Console | None = None) -> None:
     console.print(
         "Generated tokens are those before EOS. NFE: forwards per prompt. Latency: per prompt, at this batch size. "
         f"Speed-ups against {first}. Routers: their time over the backbone's. Agreement: positions equal to the "
-        "sequential output. Of oracle: tokens per forward over the oracle's."
+        "sequential output, then of those before its EOS. Of oracle: tokens per forward over the oracle's, which has "
+        "fixed blocks."
     )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
 
 
 def write_results(out: Path, rows: Sequence[dict], samples: Sequence[Sample]) -> None:
@@ -58,9 +67,7 @@ def write_results(out: Path, rows: Sequence[dict], samples: Sequence[Sample]) ->
     out.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(_sample_dict(s)) + "\n" for s in samples)
     for name, text in (("samples.jsonl", lines), ("results.json", json.dumps(list(rows), indent=2) + "\n")):
-        temporary = out / f".{name}.tmp"
-        temporary.write_text(text)
-        os.replace(temporary, out / name)
+        write_text(out / name, text)
 
 
 def _sample_dict(sample: Sample) -> dict:

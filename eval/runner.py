@@ -15,7 +15,7 @@ from infer.rules import Method
 from infer.when.oracle import Oracle
 from tasks.problem import Problem, Task
 
-WARM_UP_PROMPTS = 2
+ROUND_BATCHES = 4  # batches of prompts that a method decodes before the next one has its turn
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Comparison:
     """Accumulates samples and times of several methods.
 
     `reference` makes the outputs that agreement is measured against and that the oracle reads: the label of one of
-    `methods`, which then goes first in each round, or a method of its own, which is run untimed.
+    `methods`, or a method of its own, which is run untimed.
     """
 
     def __init__(
@@ -62,26 +62,27 @@ class Comparison:
         self.reference: dict[str, list[int]] = {}
 
     def run(self, chosen: dict[str, tuple[Problem, Request]]) -> None:
-        """All methods over all problems, in rounds of two batches of prompts."""
+        """All methods over all problems, after a warm-up of one batch, in rounds of `ROUND_BATCHES` batches.
+
+        Who begins a round changes from round to round; an oracle waits for its references.
+        """
         decoders = {label: self._decoder(method) for label, method in self.methods.items()}
-        if isinstance(self.referee, str):
-            decoders = {self.referee: decoders[self.referee], **decoders}
-            referee = decoders[self.referee]
-        else:
-            referee = self._decoder(self.referee)
+        inside = isinstance(self.referee, str)
+        referee = decoders[self.referee] if inside else self._decoder(self.referee)
         requests = [request for _, request in chosen.values()]
-        warm_up = requests[: min(len(requests), WARM_UP_PROMPTS)]
+        warm_up = requests[: self.setting.batch_size]
         self._refer(referee, warm_up)
         for label, decoder in decoders.items():
             list(decoder.run(self._with_reference(label, warm_up)))
             decoder.clock = self.clocks[label]
-        size = 2 * self.setting.batch_size
+        size = ROUND_BATCHES * self.setting.batch_size
         progress = tqdm(total=len(requests) * len(decoders), desc="comparing", unit="completion", mininterval=1)
         for start in range(0, len(requests), size):
             part = requests[start : start + size]
             if not isinstance(self.referee, str):
                 self._refer(referee, part)
-            for label, decoder in decoders.items():
+            for label in self._order(start // size):
+                decoder = decoders[label]
                 begin = time.perf_counter()
                 completions = list(decoder.run(self._with_reference(label, part)))
                 self.wall[label] += time.perf_counter() - begin
@@ -91,6 +92,16 @@ class Comparison:
                     self._add(label, chosen[completion.id][0], completion)
                 progress.update(len(part))
         progress.close()
+
+    def _order(self, turn: int) -> list[str]:
+        labels = list(self.methods)
+        labels = labels[turn % len(labels) :] + labels[: turn % len(labels)]
+        if isinstance(self.referee, str):
+            waiting = [x for x in labels[: labels.index(self.referee)] if isinstance(self.methods[x].commit, Oracle)]
+            labels = [x for x in labels if x not in waiting]
+            after = labels.index(self.referee) + 1
+            labels[after:after] = waiting
+        return labels
 
     def rows(self) -> list[dict]:
         """One result a method, in their order; speed-ups against the first."""
@@ -102,10 +113,12 @@ class Comparison:
         rows: list[dict] = []
         for label in self.methods:
             clock = self.clocks[label]
-            timing = Timing(self.wall[label], clock.seconds["backbone"], clock.router_seconds)
+            spent = clock.seconds
+            timing = Timing(self.wall[label], spent["backbone"], spent["observe"], clock.router_seconds)
             first = rows[0] if rows else None
             batch = self.setting.batch_size
-            rows.append(result_row(label, self.samples[label], timing, batch, first, self.reference, ceiling))
+            eos = self.backbone.eos_id
+            rows.append(result_row(label, self.samples[label], timing, batch, first, self.reference, ceiling, eos))
         return rows
 
     def _decoder(self, method: Method) -> Decoder:

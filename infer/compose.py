@@ -1,6 +1,5 @@
 """Method configs by name, for scripts that run several."""
 
-import hashlib
 from typing import Any
 
 from hydra import compose
@@ -8,7 +7,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from infer.rules import Method
-from routers.checkpoint import find_folder
+from routers.checkpoint import router_hash
 
 
 def compose_method(config_name: str, entry: str, overrides: list[str]) -> DictConfig:
@@ -28,12 +27,7 @@ def build_method(config_name: str, entry: str, overrides: list[str]) -> Method:
 
 
 def hash_routers(node: Any) -> Any:
-    """A method config with each router folder replaced by a hash of its weights: what is decoded depends on those."""
+    """A method config with each router folder replaced by the router's hash: what is decoded depends on that."""
     if isinstance(node, dict):
-        return {
-            k: hashlib.sha256((find_folder(v) / "model.safetensors").read_bytes()).hexdigest()[:16]
-            if k == "router"
-            else hash_routers(v)
-            for k, v in node.items()
-        }
+        return {k: router_hash(v) if k == "router" else hash_routers(v) for k, v in node.items()}
     return [hash_routers(v) for v in node] if isinstance(node, list) else node

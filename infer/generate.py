@@ -1,11 +1,13 @@
 """Completes prompts with a frozen backbone and a decoding method.
 
-python infer/generate.py prompt="A kid has 13 books. ..." method=eb_decode watch=true
+python infer/generate.py 'prompt="A kid has 13 books, and ..."' method=eb_decode watch=true
+echo "Ben's sister has ..." | python infer/generate.py prompt=-
 python infer/generate.py prompts=prompts.jsonl out=completions.jsonl method=threshold method.commit.tau=0.8
 """
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -41,7 +43,11 @@ def main(cfg: DictConfig) -> None:
         raise ValueError('give either prompt="text" or prompts=file.jsonl')
     if cfg.prompts and not cfg.out:
         raise ValueError("prompts=file.jsonl needs out=file.jsonl for the completions")
-    texts = [("prompt", cfg.prompt)] if cfg.prompt is not None else read_prompts(Path(cfg.prompts))
+    if cfg.prompts:
+        texts = read_prompts(Path(cfg.prompts))
+        Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
+    else:
+        texts = [("prompt", sys.stdin.read().strip() if cfg.prompt == "-" else str(cfg.prompt))]
     backbone, method = instantiate(cfg.backbone), instantiate(cfg.method)
     requests = [Request(name, backbone.encode(text)) for name, text in texts]
     console = Console()

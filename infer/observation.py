@@ -21,7 +21,7 @@ class Observation:
     Attributes:
         asked_BL: bool, the positions the denoiser was asked for.
         top1_BL: int64, the predicted token: the most probable one, or the sampled one at a temperature.
-        confidence_BL: probability of `top1_BL`.
+        confidence_BL: probability of `top1_BL`; at a temperature it may be below `second_BL`.
         second_BL: the second largest probability.
         entropy_BL: entropy in nats.
         margin_BL: largest minus second largest logit.
@@ -61,11 +61,10 @@ def statistics(
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     z_NV = logits_NV.float()
-    if needs & {"second", "margin"}:
-        best_N2, token_N2 = z_NV.topk(2, dim=-1)
-        best_N, token_N = best_N2[:, 0], token_N2[:, 0]
-    else:
-        best_N, token_N = z_NV.max(dim=-1)
+    # The token comes from `max` whatever is asked for: `topk` orders equal logits otherwise, and equal logits are
+    # common in half precision. Watching a decode must not change it.
+    best_N, token_N = z_NV.max(dim=-1)
+    next_N = z_NV.topk(2, dim=-1).values[:, 1] if needs & {"second", "margin"} else None
     # Shifted by the maximum, so that exponentials never overflow and the largest is exactly 1.
     shifted_NV = z_NV - best_N[:, None]
     weight_NV = shifted_NV.exp()
@@ -79,13 +78,13 @@ def statistics(
         chosen_N = weight_NV.gather(1, token_N[:, None])[:, 0] if temperature > 0 else 1.0
         found["confidence"] = chosen_N / total_N
     if "second" in needs:
-        found["second"] = (best_N2[:, 1] - best_N).exp() / total_N
+        found["second"] = (next_N - best_N).exp() / total_N
     if "entropy" in needs:
         # H = ln Z - sum(p * z); a forbidden id has weight 0 and must not turn 0 * -inf into NaN.
         finite_NV = shifted_NV.clamp_min(torch.finfo(torch.float32).min)
         found["entropy"] = (total_N.log() - (weight_NV * finite_NV).sum(dim=-1) / total_N).clamp_min(0)
     if "margin" in needs:
-        found["margin"] = best_N - best_N2[:, 1]
+        found["margin"] = best_N - next_N
     return found
 
 

@@ -1,5 +1,6 @@
 """Export format of a router: a folder with `model.safetensors` and `config.json`."""
 
+import hashlib
 import json
 import os
 import tempfile
@@ -30,6 +31,7 @@ class RouterModule(nn.Module):
             weights, config = Path(temporary) / "model.safetensors", Path(temporary) / "config.json"
             save_file(state, weights, metadata={"format": "pt"})
             config.write_text(json.dumps(to_dict(self.config), indent=2) + "\n")
+            (folder / config.name).unlink(missing_ok=True)  # no old config beside new weights, wherever this is killed
             os.replace(weights, folder / weights.name)
             os.replace(config, folder / config.name)
         return folder
@@ -60,6 +62,16 @@ def find_folder(folder: str | Path) -> Path:
     if not (folder / "config.json").is_file():
         raise ValueError(f"router folder {folder}: no config.json there; give a folder that train/ exported")
     return folder
+
+
+def router_hash(folder: str | Path) -> str:
+    """16 hex digits over all that decides what a router says: its weights and its config, reports left out."""
+    folder = find_folder(folder)
+    config = json.loads((folder / "config.json").read_text())
+    kept = {name: value for name, value in config.items() if name not in ("metrics", "training")}
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes())
+    digest.update(json.dumps(kept, sort_keys=True).encode())
+    return digest.hexdigest()[:16]
 
 
 class Fits(Protocol):

@@ -27,9 +27,17 @@ class Origin:
     block_length: int
 
 
+def check_heads(config: "RouterConfig") -> None:
+    if config.width < 1 or config.heads < 1 or config.width % config.heads or config.layers < 1:
+        raise ValueError(
+            f"model.width={config.width}, model.heads={config.heads}, model.layers={config.layers}: each at least 1, "
+            "and the width a multiple of the heads"
+        )
+
+
 @dataclass(frozen=True)
 class LBSConfig:
-    """Sizes of an LBS router. `inputs`: "both" or the ablation "entropy"."""
+    """Sizes of an LBS router. `inputs`: "both" or the ablation "entropy"; `threshold`: of inclusion."""
 
     origin: Origin
     embedding_size: int
@@ -45,6 +53,7 @@ class LBSConfig:
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self):
+        check_heads(self)
         if self.inputs not in ("both", "entropy"):
             raise ValueError(f"inputs={self.inputs!r} is unknown; allowed: both, entropy")
 
@@ -74,6 +83,7 @@ class LPSConfig:
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self):
+        check_heads(self)
         known = ("position", "confidence", "entropy", "gap", "mask_ratio")
         unknown = [f for f in self.features if f not in known]
         if unknown or not self.features:

@@ -33,8 +33,9 @@ class LBS(RouterModule):
         nn.init.normal_(self.position.weight, std=0.02)
         self.encoder = Encoder(width, config.heads, config.mlp_width, config.layers)
         self.head = nn.Linear(width, 1)
-        self.register_buffer("table_Vd", None, persistent=False)
-        self.register_buffer("projected_Vw", None, persistent=False)
+        # Not buffers: data-parallel training would send the whole table to every device at every step.
+        self.table_Vd: Tensor | None = None
+        self.projected_Vw: Tensor | None = None
 
     def attach_embedding(self, embedding_Vd: Tensor) -> None:
         """Gives the router the backbone's frozen input embedding, (V, d); needed before `forward`."""
@@ -44,7 +45,7 @@ class LBS(RouterModule):
             raise ValueError(
                 f"the backbone's embedding is {embedding_Vd.shape[1]} wide, the router's {self.config.embedding_size}"
             )
-        table_Vd = embedding_Vd.detach().float()
+        table_Vd = embedding_Vd.detach().float().to(self.head.weight.device)
         self.table_Vd = table_Vd / table_Vd.pow(2).mean(dim=1, keepdim=True).add(1e-12).sqrt()
         self.projected_Vw = None
 
@@ -64,8 +65,11 @@ class LBS(RouterModule):
         """
         x_BKw = self.entropy(entropy_BK[..., None])
         if self.config.inputs == "both":
-            cached = self.projected_Vw is not None
-            token_BKw = self.projected_Vw[token_BK] if cached else self.token(self.table_Vd[token_BK])
+            if self.projected_Vw is not None:
+                token_BKw = self.projected_Vw[token_BK]
+            else:
+                self.table_Vd = self.table_Vd.to(token_BK.device)
+                token_BKw = self.token(self.table_Vd[token_BK])
             x_BKw = torch.cat([x_BKw, token_BKw], dim=-1)
         x_BKw = self.fuse(x_BKw) + self.position(position_BK)
         return self.head(self.encoder(x_BKw, valid_BK))[..., 0]

@@ -3,7 +3,7 @@
 Each problem is one of a set of templates filled with drawn names and numbers; `answer_cot` is the worked solution
 and ends in `#### n`. Problem `i` of a split is a pure function of the split's seed and `i`: the same everywhere, with
 nothing to download. A prompt that an earlier split of `PRECEDENCE` already holds is skipped, so no test prompt is
-ever trained on.
+trained on. That holds within one choice of templates: another choice draws other problems.
 """
 
 import re

@@ -15,8 +15,8 @@ MAY_IMPORT = {
     "backbones": set(),
     "routers": set(),
     "infer": {"backbones", "routers"},
-    "trace_gen": {"infer", "backbones", "tasks", "routers"},
-    "train": {"trace_gen", "routers", "backbones", "tasks", "infer"},
+    "trace_gen": {"infer", "backbones", "tasks"},
+    "train": {"trace_gen", "routers", "backbones", "tasks"},
     "eval": {"infer", "backbones", "tasks"},
 }
 

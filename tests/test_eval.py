@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from eval.metrics import Sample, Timing, agreement, result_row, wilson
+from eval.metrics import Sample, Timing, agreement, result_row, text_agreement, wilson
 from eval.report import draw_accuracy, draw_commit_steps, print_table, write_results
 from eval.runner import Comparison, Setting, choose_problems
 from infer.rules import Method
@@ -33,13 +33,26 @@ def test_row():
     samples = [sample("a", True, 4, 8, [1, 2, 3]), sample("b", False, 6, 2, [1, 2, 9], latency=30.0)]
     reference = {"a": [1, 2, 3], "b": [1, 2, 3]}
     first = {"nfe": 10.0, "tokens_per_second": 2.5}
-    row = result_row("m", samples, Timing(wall=2.0, backbone=1.0, router=0.25), 16, first, reference, 2.0)
+    row = result_row(
+        "m", samples, Timing(wall=2.0, backbone=1.0, observe=0.5, router=0.25), 16, first, reference, 2.0, eos_id=3
+    )
     assert row["n"] == 2 and row["accuracy"] == 0.5 and row["nfe"] == 5 and row["batch_size"] == 16
     assert row["tokens_per_forward"] == 1.0 and row["tokens_per_second"] == 5.0 and row["latency_ms"] == 20.0
     assert row["speedup_nfe"] == 2.0 and row["speedup_tps"] == 2.0 and row["router_share"] == 0.25
     assert row["agreement"] == pytest.approx(5 / 6) == agreement(samples, reference)
-    assert row["share_of_oracle"] == 0.5
-    assert result_row("m", samples, Timing(1, 1, 0), 1, None, reference, None)["share_of_oracle"] is None
+    assert row["share_of_oracle"] == 0.5 and row["observe_share"] == 0.5
+    # The last position is EOS in the reference; before it all agree.
+    assert row["text_agreement"] == 1.0 == text_agreement(samples, reference, 3)
+    assert text_agreement(samples, reference, 7) == pytest.approx(5 / 6)
+    assert result_row("m", samples, Timing(1, 1, 0, 0), 1, None, reference, None, 3)["share_of_oracle"] is None
+
+
+def test_a_method_that_says_nothing_has_a_row():
+    """EOS at position 0 for every prompt: no token, so no speed to compare with."""
+    row = result_row("m", [sample("a", False, 1, 0, [3])], Timing(1, 1, 0, 0), 1, None, {"a": [3]}, 0.0, 3)
+    assert row["tokens_per_second"] == 0 and row["speedup_tps"] is None and row["share_of_oracle"] is None
+    assert row["text_agreement"] == 1.0
+    print_table([row])
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +85,15 @@ def test_the_reference_is_the_same_from_inside_and_outside(compared):
             b["agreement"],
             b["tokens_per_forward"],
         )
+
+
+def test_everybody_begins_a_round_and_an_oracle_waits_for_its_reference(compared):
+    inside, outside = compared
+    orders = [inside._order(turn) for turn in range(3)]
+    assert orders[0] == ["threshold", "sequential", "oracle"]
+    assert all(order.index("oracle") > order.index("sequential") for order in orders)
+    assert {order[0] for order in orders} == {"threshold", "sequential"}
+    assert [outside._order(turn)[0] for turn in range(2)] == ["threshold", "oracle"]
 
 
 def test_rows_of_a_comparison(compared):

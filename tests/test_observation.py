@@ -58,6 +58,15 @@ def test_half_precision_logits_give_float32_statistics():
     assert seen.entropy_BL.dtype == torch.float32 and torch.equal(seen.entropy_BL, exact.entropy_BL)
 
 
+def test_what_else_is_asked_does_not_change_the_token():
+    """Equal logits, as half precision gives them: a trace must see the token that inference commits."""
+    logits = torch.randint(0, 3, (200, 40)).bfloat16()
+    tokens = [
+        statistics(logits, frozenset(needs))["top1"] for needs in (("confidence",), ALL, ("entropy",), ("margin",))
+    ]
+    assert all(torch.equal(tokens[0], other) for other in tokens[1:])
+
+
 def test_unasked_positions_are_zero_and_rows_keep_their_place():
     asked = torch.tensor([[True, False, True], [False, True, False]])
     logits = torch.zeros(3, 5)

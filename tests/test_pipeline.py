@@ -1,5 +1,6 @@
 """The whole main job on a small random backbone, through the entry scripts, as a user runs it."""
 
+import csv
 import json
 import os
 import subprocess
@@ -109,30 +110,64 @@ def test_an_impossible_budget_is_an_error(finished, shared):
     assert not (cwd / "strict" / "export").exists()
 
 
-def losses(folder: Path) -> list[str]:
-    """The epochs' validation losses from the CSV logs of all runs in a folder."""
-    found = []
+def losses(folder: Path) -> dict[tuple[str, str], str]:
+    """Training and validation losses by step, from the CSV logs of all runs in a folder; later runs overwrite."""
+    found = {}
     for log in sorted(folder.glob("logs/version_*/metrics.csv")):
-        lines = [line.split(",") for line in log.read_text().splitlines()]
-        column = lines[0].index("val/loss")
-        found += [line[column] for line in lines[1:] if line[column]]
+        for row in csv.DictReader(log.open()):
+            found |= {(name, row["step"]): row[name] for name in ("train/loss", "val/loss") if row.get(name)}
     return found
 
 
-def test_resumed_training_repeats_the_loss_bit_for_bit(finished, shared):
+@pytest.mark.parametrize("kind", ["lbs", "lps"])
+def test_resumed_training_repeats_the_loss_bit_for_bit(finished, shared, kind):
+    """The halves: stopped in the middle of the second epoch, then resumed, which repeats that epoch."""
     cwd, _ = finished
-    args = (*shared, "trace.limit=20", "trace.shard_size=8", "trainer.enable_progress_bar=false", "optim.horizon=4")
-    succeed("train/lbs.py", *args, "out=whole", "trainer.max_epochs=4", cwd=cwd)
-    succeed("train/lbs.py", *args, "out=halves", "trainer.max_epochs=2", cwd=cwd)
-    succeed("train/lbs.py", *args, "out=halves", "trainer.max_epochs=4", "resume=true", cwd=cwd)
-    assert len(losses(cwd / "whole")) == 4
-    assert losses(cwd / "whole") == losses(cwd / "halves")
+    args = (
+        f"train/{kind}.py", *shared, "trace.limit=20", "trace.shard_size=8", "router.lbs=lbs/export", "batch_size=16",
+        "trainer.enable_progress_bar=false", "trainer.log_every_n_steps=1", "optim.horizon=3", "trainer.max_epochs=3",
+        *(["fpr_budget=1"] if kind == "lps" else []),
+    )  # fmt: skip
+    whole, halves = f"out={kind}_whole", f"out={kind}_halves"
+    succeed(*args, whole, cwd=cwd)
+    per_epoch = len([1 for name, _ in losses(cwd / f"{kind}_whole") if name == "train/loss"]) // 3
+    assert per_epoch > 2
+    succeed(*args, halves, f"+trainer.max_steps={per_epoch + 2}", cwd=cwd)
+    assert 0 < len(losses(cwd / f"{kind}_halves")) < len(losses(cwd / f"{kind}_whole"))
+    succeed(*args, halves, "resume=true", cwd=cwd)
+    assert losses(cwd / f"{kind}_whole") == losses(cwd / f"{kind}_halves")
+    weights = [(cwd / f"{kind}_{run}/export/model.safetensors").read_bytes() for run in ("whole", "halves")]
+    assert weights[0] == weights[1]
+
+
+def test_reuse_does_nothing_exactly_where_nothing_changed(finished, shared):
+    cwd, _ = finished
+    small = ("trace.limit=20", "trace.shard_size=8", "trainer.max_epochs=2", "trainer.enable_progress_bar=false")
+    lbs = ("train/lbs.py", *shared, *small, "out=lbs", "reuse=true")
+    assert "already" in succeed(*lbs, cwd=cwd).splitlines()[-1]
+    before = (cwd / "lbs/export/model.safetensors").read_bytes()
+    assert "exported" in succeed(*lbs, "out=lbs2", cwd=cwd)
+    assert (cwd / "lbs2/export/model.safetensors").read_bytes() == before, "the same seed gives the same router"
+    assert "exported" in succeed(*lbs, "out=lbs2", "loss.reward=0.4", cwd=cwd)
+
+    compare = ("eval/compare.py", *shared, "methods=[threshold,lbs]", "limit=2", "out=reused", "reuse=true")
+    assert "already" not in succeed(*compare, "router.lbs=lbs/export", cwd=cwd)
+    assert "already" in succeed(*compare, "router.lbs=lbs/export", cwd=cwd)
+    assert "already" not in succeed(*compare, "router.lbs=lbs2/export", cwd=cwd), "another router at another path"
+
+
+def test_bad_trace_settings_leave_nothing(finished, shared):
+    cwd, _ = finished
+    for override, named in (("method.commit.tau=1.5", "tau=1.5"), ("trace.ratios=[2]", "trace.ratios")):
+        done = run("trace_gen/generate.py", *shared, "trace=masked", override, "trace.out=poisoned", cwd=cwd)
+        assert done.returncode != 0 and named in done.stderr
+        assert not (cwd / "poisoned").exists()
 
 
 def test_comparison(finished, shared):
     cwd, _ = finished
     methods = "methods=[sequential,threshold,'threshold:commit.tau=0.2',lbs,lps,eb_decode,oracle]"
-    routers = ("router.lbs=lbs/export", "router.lps=lps/export", "router.lps_fixed=lps/export")
+    routers = ("router.lbs=lbs/export", "router.lps=lps/export")
     text = succeed("eval/compare.py", *shared, *routers, methods, "limit=5", "batch_size=2", "out=table", cwd=cwd)
     assert "before EOS" in text
     rows = json.loads((cwd / "table/results.json").read_text())
@@ -168,9 +203,14 @@ def test_generation(finished, shared):
     assert "NFE" in text and "tokens per forward" in text
     text = succeed("infer/generate.py", *shared, *routers, "prompt=How many?", "watch=true", "watch_delay=0", cwd=cwd)
     assert "committed" in text
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "infer/generate.py"), *shared, "method=threshold", "prompt=-"],
+        cwd=cwd, input="Ann's aunt (who has 3, or 4) = what?", capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and "NFE" in done.stdout
     (cwd / "prompts.jsonl").write_text('{"id": "a", "prompt": "One?"}\n{"prompt": "Two and two are how many?"}\n')
-    succeed("infer/generate.py", *shared, "method=threshold", "prompts=prompts.jsonl", "out=done.jsonl", cwd=cwd)
-    lines = [json.loads(line) for line in (cwd / "done.jsonl").read_text().splitlines()]
+    succeed("infer/generate.py", *shared, "method=threshold", "prompts=prompts.jsonl", "out=new/done.jsonl", cwd=cwd)
+    lines = [json.loads(line) for line in (cwd / "new/done.jsonl").read_text().splitlines()]
     assert [line["id"] for line in lines] == ["a", "2"]
 
 
@@ -180,6 +220,7 @@ def test_generation(finished, shared):
         ("infer/generate.py", ("method=nonsense", "prompt=a"), "sequential"),
         ("eval/compare.py", ("methods=[nonsense]",), "sequential"),
         ("eval/compare.py", ("task=nonsense",), "gsm_symbolic"),
+        ("eval/compare.py", ("methods=sequential",), "methods=sequential: give a list"),
         ("infer/generate.py", ("method=threshold", "method.commit.tau=1.5", "prompt=a"), "tau=1.5"),
         ("infer/generate.py", ("prompt=a", "method=sequential", "decode.gen_length=0"), "gen_length=0"),
         ("infer/generate.py", ("prompt=a", "method=lbs", "router.lbs=lbs/export", "decode.gen_length=41"), "not 41"),

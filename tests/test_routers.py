@@ -1,5 +1,6 @@
 """Routers: sizes, losses and their optima, threshold search, export."""
 
+import copy
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routers.checkpoint import check_fits
+from routers.checkpoint import check_fits, router_hash
 from routers.config import LBSConfig, LPSConfig, Origin
 from routers.lbs import LBS, lbs_loss
 from routers.lps import LPS, Features, lps_loss
@@ -156,12 +157,28 @@ def test_best_threshold():
 
 
 def test_export_round_trip(tmp_path, lbs, lps, backbone):
-    for router in (lbs, lps):
+    for original in (lbs, lps):
+        router = copy.deepcopy(original)
         router.config = replace(router.config, metrics={"a": 0.5}, training={"seed": 1})
         again = type(router).from_pretrained(router.save_pretrained(tmp_path / router.config.kind))
         assert again.config == router.config
         assert all(torch.equal(again.state_dict()[k], v) for k, v in router.state_dict().items())
         assert sorted(p.name for p in (tmp_path / router.config.kind).iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_the_hash_is_of_what_decides_the_router(tmp_path, lps):
+    def saved(name, **changes):
+        router = copy.deepcopy(lps)
+        router.config = replace(router.config, **changes)
+        return router.save_pretrained(tmp_path / name)
+
+    base = router_hash(saved("base"))
+    assert router_hash(saved("reports", metrics={"a": 1.0}, training={"seed": 3})) == base
+    assert router_hash(saved("threshold", threshold=0.99)) != base
+    other = copy.deepcopy(lps)
+    with torch.no_grad():
+        other.head.bias += 1
+    assert router_hash(other.save_pretrained(tmp_path / "weights")) != base
 
 
 def test_damaged_exports_are_refused(tmp_path, lps):
@@ -174,7 +191,7 @@ def test_damaged_exports_are_refused(tmp_path, lps):
     (folder / "config.json").write_text(json.dumps({**config, "schema_version": 99}))
     with pytest.raises(ValueError, match="schema_version 99"):
         LPS.from_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps({**config, "width": 64}))
+    (folder / "config.json").write_text(json.dumps({**config, "width": 64, "heads": 4}))
     with pytest.raises(ValueError, match="damaged or incomplete"):
         LPS.from_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
@@ -209,6 +226,8 @@ def test_a_router_of_another_backbone_or_length_is_refused():
         (lambda: LPSConfig(LLADA_TINY, features=("beauty",)), "beauty"),
         (lambda: LPSConfig(LLADA_TINY, features=()), "at least one"),
         (lambda: LPSConfig(LLADA_TINY, encoder="rnn"), "encoder='rnn'"),
+        (lambda: LPSConfig(LLADA_TINY, width=30), "model.width=30"),
+        (lambda: LBSConfig(LLADA_TINY, embedding_size=8, layers=0), "model.layers=0"),
         (lambda: LBSConfig(LLADA_TINY, embedding_size=8, inputs="tokens"), "inputs='tokens'"),
     ],
 )

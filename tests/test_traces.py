@@ -153,13 +153,29 @@ def test_a_failed_shard_leaves_nothing(tmp_path, recorded, monkeypatch):
     store = TraceStore.create_or_open(tmp_path, SPEC, "1")
     with pytest.raises(Exception, match="trajectory|convert|int"):
         store.write_shard(0, [{"trajectory": "not a number"}], [])
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["manifest.json"]
+    assert not list(tmp_path.iterdir())
 
 
-def test_another_config_is_refused_with_what_differs(tmp_path):
-    TraceStore.create_or_open(tmp_path, SPEC, "1")
+def test_a_split_without_more_problems_is_complete(tmp_path, recorded):
+    store = TraceStore.create_or_open(tmp_path, SPEC, "1")
+    write(store, 0, recorded, (0, 1))
+    write(store, 1, recorded, (2,))
+    assert store.pending(10)[0] == range(2, 4)
+    store.mark_exhausted()
+    assert TraceStore.open(tmp_path).pending(10) == []
+
+
+def test_another_config_is_refused_with_what_differs(tmp_path, recorded):
+    write(TraceStore.create_or_open(tmp_path, SPEC, "1"), 0, recorded, (0, 1))
+    other = {**SPEC, "method": {"commit": {"tau": 0.5}}}
     with pytest.raises(ValueError, match="method.commit.tau: 0.9 -> 0.5"):
-        TraceStore.create_or_open(tmp_path, {**SPEC, "method": {"commit": {"tau": 0.5}}}, "1")
+        TraceStore.create_or_open(tmp_path, other, "1")
+    # Asked to replace them, it removes the old traces and nothing else.
+    (tmp_path / "notes.txt").write_text("mine")
+    store = TraceStore.create_or_open(tmp_path, other, "1", replace=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+    write(store, 0, recorded, (2, 3))
+    assert TraceStore.open(tmp_path).trajectories()["trajectory"] == [2, 3]
     assert differences({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 2}}) == []
     assert differences({"a": 1}, {"b": 1}) == ["a: 1 -> None", "b: None -> 1"]
 
@@ -170,6 +186,7 @@ def test_bad_stores_are_refused(tmp_path, recorded):
     store = TraceStore.create_or_open(tmp_path, SPEC, "1")
     with pytest.raises(ValueError, match="no shard yet"):
         store.rows()
+    assert not list(tmp_path.iterdir()), "a store without shards touched the disk"
     write(store, 0, recorded, (0, 1))
     shard = tmp_path / "rows-00000.parquet"
     content = shard.read_bytes()
@@ -218,8 +235,8 @@ def test_masked_rows(recorded, backbone):
         torch.testing.assert_close(torch.tensor(row["loss"]), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_sequential_traces_are_right_where_committed(backbone, task):
-    """The two readings of one decode agree: a row's last prediction of a position is its final token."""
+def test_sequential_traces_have_every_state(backbone, task):
+    """A block of B masks is recorded B times, one mask fewer each time; what is committed is right at that step."""
     recorder = Recorder()
     request = Request("a", backbone.encode(next(task.problems("router")).prompt))
     decoder = Decoder(
@@ -230,3 +247,9 @@ def test_sequential_traces_are_right_where_committed(backbone, task):
     rows = recorder.labelled(0, completion)
     assert [len(r["position"]) for r in rows[:BLOCK_LENGTH]] == list(range(BLOCK_LENGTH, 0, -1))
     assert len(rows) == GEN_LENGTH
+    committed = completion.committed_at.tolist()
+    for row in rows:
+        (position,) = (p for p in row["position"].tolist() if committed[p] == row["step"])
+        at = row["position"].tolist().index(position)
+        assert row["right"][at] and row["top1"][at] == completion.tokens[position]
+        assert row["confidence"][at] == max(row["confidence"])

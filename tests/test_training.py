@@ -70,6 +70,11 @@ def test_a_batch_is_what_the_objective_says(blockwise, full_tail):
     assert width == start + len(response)
 
 
+def test_weights_of_nothing_are_refused():
+    with pytest.raises(ValueError, match="masking.eos_weight=0"):
+        masking(eos_weight=0)
+
+
 def test_mask_ratios_are_stratified():
     shares = []
     for seed in range(40):
@@ -137,9 +142,11 @@ def test_muon_is_torch_muon_up_to_its_precision():
     torch.testing.assert_close(ours, theirs, atol=0.02, rtol=0)
 
 
-def test_precision():
+def test_precision(monkeypatch):
     assert resolve_precision("16-mixed") == "16-mixed"
-    assert resolve_precision("auto") in ("bf16-mixed", "32-true")
+    for fast, expected in ((True, "bf16-mixed"), (False, "32-true")):
+        monkeypatch.setattr("train.hardware.has_fast_bf16", lambda fast=fast: fast)
+        assert resolve_precision("auto") == expected
 
 
 def test_trajectories_are_split_whole():

@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from infer.canvas import Completion, Request
 from infer.compose import hash_routers
 from infer.loop import Decoder
 from infer.prompting import make_requests
-from tasks.problem import Task
+from tasks.problem import Task, check_split
 from trace_gen.masked import masked_rows
 from trace_gen.recorder import Recorder, trajectory_row
 from trace_gen.schema import ROWS
@@ -49,8 +51,6 @@ class Summary:
 
 def make_spec(cfg: DictConfig, backbone: Backbone) -> dict[str, Any]:
     """All that decides the content of the traces, JSON-like."""
-    if cfg.trace.kind not in ROWS:
-        raise ValueError(f"trace.kind={cfg.trace.kind!r} is unknown; allowed: {', '.join(ROWS)}")
     tokenizer = hashlib.sha256(json.dumps(sorted(backbone.tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
     spec = {
         "kind": cfg.trace.kind,
@@ -74,19 +74,8 @@ def make_spec(cfg: DictConfig, backbone: Backbone) -> dict[str, Any]:
 
 
 def make_traces(cfg: DictConfig, backbone: Backbone, task: Task) -> TraceStore:
-    """Opens or makes the traces of `cfg`; says so where nothing is left to do."""
-    if cfg.trace.limit < 1 or cfg.trace.shard_size < 1:
-        raise ValueError(f"trace.limit={cfg.trace.limit}, trace.shard_size={cfg.trace.shard_size}: need at least 1")
-    store = TraceStore.create_or_open(cfg.trace.out, make_spec(cfg, backbone), version("dllm-routers"))
-    pending = store.pending(cfg.trace.limit)
-    if not pending:
-        print(f"traces in {store.folder} are there already, {sum(store.counts)} trajectories")
-        return store
-    if pending[0].start:
-        print(f"going on in {store.folder} after {pending[0].start} trajectories")
-    requests = _requests(cfg, backbone, task, pending[0].start)
-    if not requests:
-        raise ValueError(f"task={task.name}: no problem left in split {cfg.trace.split!r} that fits the backbone")
+    """Opens or makes the traces of `cfg`; says so where nothing is left to do. Bad settings leave nothing behind."""
+    _check(cfg)
     recorder = Recorder()
     replay = cfg.trace.kind == "replay"
     decoder = Decoder(
@@ -96,11 +85,21 @@ def make_traces(cfg: DictConfig, backbone: Backbone, task: Task) -> TraceStore:
         extra_needs=recorder.needs if replay else frozenset(),
         **{k: cfg.decode[k] for k in ("gen_length", "batch_size", "temperature", "seed")},
     )
-    done: dict[int, Completion] = {}
+    store = TraceStore.create_or_open(cfg.trace.out, make_spec(cfg, backbone), code_version(), cfg.trace.replace)
+    pending = store.pending(cfg.trace.limit)
+    if not pending:
+        print(f"traces in {store.folder} are there already, {sum(store.counts)} trajectories")
+        return store
     first = pending[0].start
+    if first:
+        print(f"going on in {store.folder} after {first} trajectories")
+    requests = _requests(cfg, backbone, task, first)
+    if not requests and not first:
+        raise ValueError(f"task={task.name}: no problem left in split {cfg.trace.split!r} that fits the backbone")
     index_of = {r.id: first + i for i, r in enumerate(requests)}
     last = first + len(requests)
     shards = [range(p.start, min(p.stop, last)) for p in pending if p.start < last]
+    done: dict[int, Completion] = {}
     progress = tqdm(total=last, initial=first, desc=f"{cfg.trace.kind} traces", unit="trajectory", mininterval=1)
     for completion in decoder.run(requests):
         done[index_of[completion.id]] = completion
@@ -113,7 +112,28 @@ def make_traces(cfg: DictConfig, backbone: Backbone, task: Task) -> TraceStore:
                 rows = list(_masked(cfg, backbone, part))
             store.write_shard(part[0][0] // cfg.trace.shard_size, [trajectory_row(i, c) for i, c in part], rows)
     progress.close()
+    if last < cfg.trace.limit:
+        print(f"split {cfg.trace.split!r} holds {last} problems that fit, fewer than trace.limit={cfg.trace.limit}")
+        store.mark_exhausted()
     return store
+
+
+def code_version() -> str:
+    """The package's version and, in a git checkout, its commit."""
+    root = Path(__file__).resolve().parents[1]
+    found = subprocess.run(["git", "-C", str(root), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return version("dllm-routers") + (f"+{found.stdout.strip()}" if found.returncode == 0 else "")
+
+
+def _check(cfg: DictConfig) -> None:
+    """ValueError naming a setting of `trace` that cannot be."""
+    if cfg.trace.kind not in ROWS:
+        raise ValueError(f"trace.kind={cfg.trace.kind!r} is unknown; allowed: {', '.join(ROWS)}")
+    if cfg.trace.limit < 1 or cfg.trace.shard_size < 1:
+        raise ValueError(f"trace.limit={cfg.trace.limit}, trace.shard_size={cfg.trace.shard_size}: need at least 1")
+    check_split(cfg.trace.split)
+    if cfg.trace.kind == "masked" and not (cfg.trace.ratios and all(0 < r <= 1 for r in cfg.trace.ratios)):
+        raise ValueError(f"trace.ratios={list(cfg.trace.ratios)}: need at least one, each in (0, 1]")
 
 
 def _requests(cfg: DictConfig, backbone: Backbone, task: Task, first: int) -> list[Request]:
@@ -125,8 +145,6 @@ def _masked(cfg: DictConfig, backbone: Backbone, part: list[tuple[int, Completio
     rows = []
     size = cfg.decode.batch_size
     for ratio in cfg.trace.ratios:
-        if not 0 < ratio <= 1:
-            raise ValueError(f"trace.ratios={list(cfg.trace.ratios)}: each ratio must be in (0, 1]")
         for start in range(0, len(part), size):
             chunk = part[start : start + size]
             rows += masked_rows(backbone, chunk, ratio, cfg.decode.block_length, cfg.decode.seed)

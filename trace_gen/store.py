@@ -7,6 +7,7 @@ it was at, and a new run goes on after the last one listed.
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -55,23 +56,26 @@ class TraceStore:
         return cls(folder, manifest)
 
     @classmethod
-    def create_or_open(cls, folder: str | Path, spec: dict[str, Any], code_version: str) -> "TraceStore":
-        """The store of `spec` in `folder`; ValueError says what differs where the folder holds other traces."""
+    def create_or_open(
+        cls, folder: str | Path, spec: dict[str, Any], code_version: str, replace: bool = False
+    ) -> "TraceStore":
+        """The store of `spec` in `folder`; a new one touches the disk with its first shard.
+
+        ValueError says what differs where the folder holds other traces, unless `replace` lets those go.
+        """
         folder = Path(folder)
         if (folder / MANIFEST).exists():
             store = cls.open(folder)
             differing = differences(store.spec, spec)
-            if differing:
+            if not differing:
+                return store
+            if not replace:
                 raise ValueError(
-                    f"trace folder {folder} holds traces of another config; give another trace.out or remove it. "
-                    "Differs (there -> now): " + "; ".join(differing)
+                    f"trace folder {folder} holds traces of another config; give another trace.out, or "
+                    "trace.replace=true. Differs (there -> now): " + "; ".join(differing)
                 )
-            return store
-        folder.mkdir(parents=True, exist_ok=True)
-        manifest = {"schema_version": SCHEMA_VERSION, "code_version": code_version, "spec": spec, "shards": []}
-        store = cls(folder, manifest)
-        store._write_manifest()
-        return store
+            store._remove()
+        return cls(folder, {"schema_version": SCHEMA_VERSION, "code_version": code_version, "spec": spec, "shards": []})
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -87,14 +91,20 @@ class TraceStore:
         return [shard["trajectories"] for shard in self.manifest["shards"]]
 
     def pending(self, limit: int) -> list[range]:
-        """Trajectory ranges still to be made for `limit` trajectories, one a shard. A short last shard is made anew."""
+        """Trajectory ranges still to be made for `limit` trajectories, one a shard.
+
+        A short last shard is made anew, unless the split holds no more problems.
+        """
         size = self.spec["shard_size"]
+        if self.manifest.get("exhausted"):
+            limit = min(limit, sum(self.counts))
         planned = [range(start, min(start + size, limit)) for start in range(0, limit, size)]
         return [part for k, part in enumerate(planned) if k >= len(self.counts) or self.counts[k] < len(part)]
 
     def write_shard(self, number: int, trajectories: Sequence[dict], rows: Sequence[dict]) -> None:
         """Writes shard `number` and lists it; shards come in order."""
         assert number <= len(self.counts), "shards are written in order"
+        self.folder.mkdir(parents=True, exist_ok=True)
         for name, table, schema in (
             (f"trajectories-{number:05d}.parquet", trajectories, TRAJECTORIES),
             (f"rows-{number:05d}.parquet", rows, ROWS[self.kind]),
@@ -104,6 +114,19 @@ class TraceStore:
         entry = {"trajectories": len(trajectories), "rows": len(rows)}
         self.manifest["shards"][number : number + 1] = [entry]
         self._write_manifest()
+
+    def mark_exhausted(self) -> None:
+        """Notes that the split holds no problems beyond those traced, so that a larger limit is met as well."""
+        self.manifest["exhausted"] = True
+        self._write_manifest()
+
+    def _remove(self) -> None:
+        """Removes the store's files, the manifest first, and nothing else of the folder."""
+        (self.folder / MANIFEST).unlink()
+        for pattern in ("trajectories-*.parquet", "rows-*.parquet"):
+            for file in self.folder.glob(pattern):
+                file.unlink()
+        shutil.rmtree(self.folder / ".cache", ignore_errors=True)
 
     def trajectories(self) -> Dataset:
         """One row a trajectory, see `schema.TRAJECTORIES`."""

@@ -50,6 +50,12 @@ class Masking:
     eos_id: int
     digit_ids: tuple[int, ...]
 
+    def __post_init__(self):
+        if min(self.eos_weight, self.digit_weight) <= 0:
+            raise ValueError(
+                f"masking.eos_weight={self.eos_weight}, masking.digit_weight={self.digit_weight}: need more than 0"
+            )
+
 
 def round_up(n: int, step: int) -> int:
     return -(-n // step) * step

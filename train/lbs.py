@@ -1,7 +1,7 @@
 """Trains LBS, the router that picks the next block, and exports it.
 
 python train/lbs.py trace.limit=512 out=runs/lbs
-python train/lbs.py inputs=entropy logger=wandb trainer.max_epochs=5
+python train/lbs.py model.inputs=entropy logger=wandb trainer.max_epochs=5
 """
 
 from dataclasses import replace
@@ -15,26 +15,26 @@ from omegaconf import DictConfig
 from routers.config import LBSConfig
 from routers.lbs import LBS
 from train.lbs_module import COLUMNS, LBSModule
-from train.router_run import fit, is_exported, origin_of, test_metrics, traces_for, training_record
+from train.router_run import fit, is_exported, origin_of, scores_of, test_metrics, traces_for, training_record
 from train.trace_data import TraceData
 
 
 @hydra.main(config_path="../conf", config_name="train_lbs", version_base="1.3")
 def main(cfg: DictConfig) -> None:
-    if cfg.reuse and is_exported(cfg):
+    backbone = instantiate(cfg.backbone)
+    if cfg.reuse and is_exported(cfg, backbone):
         print(f"{cfg.out}/export was trained with this very config already")
         return
-    L.seed_everything(cfg.seed, verbose=False)
-    backbone = instantiate(cfg.backbone)
     store = traces_for(cfg, backbone)
+    L.seed_everything(cfg.seed, verbose=False)  # here, so that making traces has no say in the weights
     router = LBS(LBSConfig(origin_of(store), embedding_size=backbone.embedding.shape[1], **cfg.model))
     router.attach_embedding(backbone.embedding)
     data = TraceData(store, COLUMNS, batch_size=cfg.batch_size, limit=cfg.trace.limit, seed=cfg.seed)
     fitted = fit(cfg, LBSModule(router, **cfg.loss, **cfg.optim), data)
-    metrics = test_metrics(fitted, data)
     if fitted.trainer.is_global_zero:
-        router.config = replace(router.config, metrics=metrics, training=training_record(cfg))
-        folder = router.cpu().save_pretrained(Path(cfg.out) / "export")
+        metrics = test_metrics(fitted, *scores_of(fitted.module, data.test_dataloader()))
+        router.config = replace(router.config, metrics=metrics, training=training_record(cfg, backbone))
+        folder = router.save_pretrained(Path(cfg.out) / "export")
         print(f"exported {folder}: " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
 
 

@@ -23,30 +23,30 @@ from train.trace_data import TraceData
 
 @hydra.main(config_path="../conf", config_name="train_lps", version_base="1.3")
 def main(cfg: DictConfig) -> None:
-    if cfg.reuse and is_exported(cfg):
+    backbone = instantiate(cfg.backbone)
+    if cfg.reuse and is_exported(cfg, backbone):
         print(f"{cfg.out}/export was trained with this very config already")
         return
-    L.seed_everything(cfg.seed, verbose=False)
-    store = traces_for(cfg, instantiate(cfg.backbone))
+    store = traces_for(cfg, backbone)
+    L.seed_everything(cfg.seed, verbose=False)  # here, so that making traces has no say in the weights
     router = LPS(LPSConfig(origin_of(store), **{**cfg.model, "features": tuple(cfg.model.features)}))
     data = TraceData(store, COLUMNS, batch_size=cfg.batch_size, limit=cfg.trace.limit, seed=cfg.seed)
     fitted = fit(cfg, LPSModule(router, **cfg.loss, **cfg.optim), data)
-    metrics = test_metrics(fitted, data)
     if fitted.trainer.is_global_zero:
-        table = threshold_table(*scores_of(fitted.module, data.val_dataloader()))
+        score_N, right_N, _ = scores_of(fitted.module, data.val_dataloader())
+        table = threshold_table(score_N, right_N)
         log_thresholds(fitted.loggers, table, Path(cfg.out))
         chosen = best_threshold(table, cfg.fpr_budget)
-        at = threshold_table(*scores_of(fitted.module, data.test_dataloader()), grid=(chosen.threshold,) * 2 + (1,))[0]
-        metrics |= {f"val/{k}_at_threshold": v for k, v in asdict(chosen).items() if k != "threshold"}
-        metrics |= {f"test/{k}_at_threshold": v for k, v in asdict(at).items() if k != "threshold"}
-        router.config = replace(
-            router.config, threshold=chosen.threshold, metrics=metrics, training=training_record(cfg)
-        )
-        folder = router.cpu().save_pretrained(Path(cfg.out) / "export")
-        print(
-            f"exported {folder}, threshold {chosen.threshold:.4f}: "
-            + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items())
-        )
+        score_N, right_N, loss = scores_of(fitted.module, data.test_dataloader())
+        metrics = test_metrics(fitted, score_N, right_N, loss)
+        (at,) = threshold_table(score_N, right_N, grid=(chosen.threshold, chosen.threshold, 1))
+        for part, point in (("val", chosen), ("test", at)):
+            metrics |= {f"{part}/{k}_at_threshold": v for k, v in asdict(point).items() if k != "threshold"}
+        training = training_record(cfg, backbone)
+        router.config = replace(router.config, threshold=chosen.threshold, metrics=metrics, training=training)
+        folder = router.save_pretrained(Path(cfg.out) / "export")
+        figures = ", ".join(f"{k} {v:.4f}" for k, v in metrics.items())
+        print(f"exported {folder}, threshold {chosen.threshold:.4f}: {figures}")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class RouterModule(L.LightningModule):
         super().__init__()
         self.router = router
         self.lr, self.weight_decay, self.warmup, self.horizon = lr, weight_decay, warmup, horizon
-        self.metrics = torch.nn.ModuleDict({part: router_metrics(f"{part}/") for part in ("val", "test")})
+        self.metrics = router_metrics("val/")
 
     def scores(self, batch: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         raise NotImplementedError
@@ -51,27 +51,15 @@ class RouterModule(L.LightningModule):
         return loss
 
     def validation_step(self, batch, _):
-        self._evaluate(batch, "val")
-
-    def test_step(self, batch, _):
-        self._evaluate(batch, "test")
+        loss, logit_BK, right_BK, valid_BK = self.scores(batch)
+        self.log("val/loss", loss, prog_bar=True, sync_dist=True, batch_size=int(valid_BK.sum()))
+        self.metrics.update(logit_BK[valid_BK].sigmoid(), right_BK[valid_BK].long())
 
     def on_validation_epoch_end(self):
-        self._log_metrics("val")
-
-    def on_test_epoch_end(self):
-        self._log_metrics("test")
-
-    def _evaluate(self, batch, part: str) -> None:
-        loss, logit_BK, right_BK, valid_BK = self.scores(batch)
-        self.log(f"{part}/loss", loss, prog_bar=True, sync_dist=True, batch_size=int(valid_BK.sum()))
-        self.metrics[part].update(logit_BK[valid_BK].sigmoid(), right_BK[valid_BK].long())
-
-    def _log_metrics(self, part: str) -> None:
-        values = self.metrics[part].compute()
-        values[f"{part}/fpr"] = 1 - values.pop(f"{part}/specificity")
+        values = self.metrics.compute()
+        values["val/fpr"] = 1 - values.pop("val/specificity")
         self.log_dict(values, sync_dist=True)  # equal on all ranks already; without it Lightning warns
-        self.metrics[part].reset()
+        self.metrics.reset()
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.router.parameters(), lr=self.lr, weight_decay=self.weight_decay)

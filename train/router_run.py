@@ -18,12 +18,11 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from backbones.base import Backbone
-from infer.compose import hash_routers
 from routers.config import Origin
 from trace_gen.job import make_spec, make_traces
 from trace_gen.store import MANIFEST, TraceStore
 from train.hardware import resolve_precision
-from train.router_module import RouterModule
+from train.router_module import RouterModule, router_metrics
 from train.trace_data import TraceData
 
 
@@ -62,19 +61,18 @@ def origin_of(store: TraceStore) -> Origin:
     )
 
 
-def training_record(cfg: DictConfig) -> dict[str, Any]:
-    """What of the config decides the router, with the routers it builds on replaced by hashes of their weights."""
+def training_record(cfg: DictConfig, backbone: Backbone) -> dict[str, Any]:
+    """What decides a router: the training's settings, and the spec of its traces with hashes in place of paths."""
     record = OmegaConf.to_container(cfg, resolve=True)
-    record["method"] = hash_routers(record["method"])
-    for name in ("router", "resume", "reuse", "logger", "out"):
-        record.pop(name, None)
-    return record
+    kept = ("seed", "patience", "batch_size", "fpr_budget", "model", "loss", "optim", "trainer")
+    traces = {"limit": cfg.trace.limit, **make_spec(cfg, backbone)}
+    return {"traces": traces, **{name: record[name] for name in kept if name in record}}
 
 
-def is_exported(cfg: DictConfig) -> bool:
-    """Whether `out/export` holds a router that was trained with this very config."""
+def is_exported(cfg: DictConfig, backbone: Backbone) -> bool:
+    """Whether `out/export` holds a router that was trained on this backbone with this very config."""
     file = Path(cfg.out) / "export" / "config.json"
-    return file.is_file() and json.loads(file.read_text())["training"] == training_record(cfg)
+    return file.is_file() and json.loads(file.read_text())["training"] == training_record(cfg, backbone)
 
 
 @dataclass(frozen=True)
@@ -121,24 +119,37 @@ def fit(cfg: DictConfig, module: RouterModule, data: TraceData) -> Fitted:
         enable_model_summary=False,
     )
     trainer.fit(module, data, ckpt_path=resumed, weights_only=True)
+    if not (out / "best.ckpt").is_file():
+        raise ValueError(
+            f"trainer settings {dict(cfg.trainer)}: the run wrote no checkpoint, so nothing can be exported"
+        )
     state = torch.load(out / "best.ckpt", weights_only=True, map_location="cpu")["state_dict"]
     module.load_state_dict(state)
     return Fitted(trainer, module, loggers)
 
 
 @torch.no_grad()
-def scores_of(module: RouterModule, loader) -> tuple[Tensor, Tensor]:
-    """Scores in [0, 1] and labels of all positions a loader yields, flat, on the CPU."""
+def scores_of(module: RouterModule, loader) -> tuple[Tensor, Tensor, float]:
+    """Scores in [0, 1] and labels of all positions a loader yields, flat, and the mean loss, on the CPU.
+
+    One process sees every row once; a distributed sampler would see some twice.
+    """
     module = module.cpu().eval()
-    scores, labels = [], []
+    scores, labels, losses = [], [], []
     for batch in loader:
-        _, logit_BK, right_BK, valid_BK = module.scores(batch)
+        loss, logit_BK, right_BK, valid_BK = module.scores(batch)
         scores.append(logit_BK[valid_BK].sigmoid())
         labels.append(right_BK[valid_BK])
-    return torch.cat(scores), torch.cat(labels)
+        losses.append(float(loss) * len(scores[-1]))
+    return torch.cat(scores), torch.cat(labels), sum(losses) / sum(len(s) for s in scores)
 
 
-def test_metrics(fitted: Fitted, data: TraceData) -> dict[str, float]:
+def test_metrics(fitted: Fitted, score_N: Tensor, right_N: Tensor, loss: float) -> dict[str, float]:
     """The test part's metrics, logged as well."""
-    values: dict[str, Any] = fitted.trainer.test(fitted.module, data, verbose=False)[0]
-    return {name: float(value) for name, value in values.items()}
+    found = router_metrics("test/")(score_N, right_N.long())
+    values = {name: float(value) for name, value in found.items()}
+    values = {"test/loss": loss, **values, "test/fpr": 1 - values.pop("test/specificity")}
+    for logger in fitted.loggers:
+        logger.log_metrics(values)
+        logger.save()
+    return values

@@ -1,10 +1,10 @@
 """LBS, learnable block size: a router picks the positions of the next block (EB-Decode, arXiv 2609.16450, §5.1).
 
     pi_i = sigmoid(LBS(h_i, top-1 token, position)) over all masked positions
-    1. selected: pi_i >= 0.5, where the training loss has its optimum [reading: the paper names no threshold]
+    1. selected: pi_i >= the router's threshold, 0.5, where the training loss has its optimum [reading: the paper names
+       none]
     2. EOS predictions are dropped, which would end the text early
-    3. kept while the gap to the previous selected position is at most g_max, cut at the first larger gap; the first
-       one's gap is measured from the first masked position [reading: a block far from what is known is too sparse]
+    3. kept while the gap to the previous selected position is at most g_max, cut at the first larger gap
     4. fewer than l_min left: the first `fallback` masked positions instead
 
 Defaults: g_max 5, l_min 8 (LLaDA-1.5: 16), fallback 32 (§5.1, App. F). The scores come from the forward that is also
@@ -32,7 +32,7 @@ class Lbs(Rule):
             raise ValueError(f"g_max={g_max}, l_min={l_min}, fallback={fallback}: each must be at least 1")
         self.router = router if isinstance(router, LBS) else LBS.from_pretrained(router)
         self.g_max, self.l_min, self.fallback = g_max, l_min, fallback
-        self.allow_transfer = allow_transfer
+        self.threshold, self.allow_transfer = self.router.config.threshold, allow_transfer
 
     def bind(self, backbone, gen_length: int) -> None:
         check_fits(self.router.config, backbone, gen_length, self.allow_transfer)
@@ -47,23 +47,22 @@ class Lbs(Rule):
         where_RK, valid_RK = pack_left(masked_RL)
         entropy_RK = seen.normalised_entropy_BL[rows_R].gather(1, where_RK)
         token_RK = top1_RL.gather(1, where_RK)
-        include_RK = (self.router(entropy_RK, token_RK, where_RK, valid_RK) >= 0) & (token_RK != canvas.eos_id)
+        pi_RK = self.router(entropy_RK, token_RK, where_RK, valid_RK).sigmoid()
+        include_RK = (pi_RK >= self.threshold) & (token_RK != canvas.eos_id)
         selected_RL = torch.zeros_like(masked_RL).scatter_(1, where_RK, include_RK & valid_RK)
-        chosen_RL = cut_at_gap(selected_RL, masked_RL, self.g_max)
+        chosen_RL = cut_at_gap(selected_RL, self.g_max)
         short_R1 = chosen_RL.sum(dim=1, keepdim=True) < self.l_min
         first_RL = masked_RL & (masked_RL.cumsum(dim=1) <= self.fallback)
         block_BL[rows_R] = torch.where(short_R1, first_RL, chosen_RL)
         return block_BL
 
 
-def cut_at_gap(selected_BL: Tensor, masked_BL: Tensor, g_max: int) -> Tensor:
-    """Selected positions up to the first one further than `g_max` from the selected one before it.
-
-    The first one is measured from the position before the first mask.
-    """
+def cut_at_gap(selected_BL: Tensor, g_max: int) -> Tensor:
+    """Selected positions (B, L) bool up to the first one further than `g_max` from the selected one before it."""
     where_L = torch.arange(selected_BL.shape[1], device=selected_BL.device)
-    origin_B1 = masked_BL.float().argmax(dim=1, keepdim=True) - 1
-    last_BL = torch.where(selected_BL, where_L, origin_B1).cummax(dim=1).values
-    previous_BL = torch.cat([origin_B1, last_BL[:, :-1]], dim=1)
-    too_far_BL = selected_BL & (where_L - previous_BL > g_max)
+    nowhere = selected_BL.shape[1]
+    # Position of the last selected one at or before each position; before the first one there is none, and no gap.
+    last_BL = torch.where(selected_BL, where_L, -nowhere).cummax(dim=1).values
+    previous_BL = torch.nn.functional.pad(last_BL[:, :-1], (1, 0), value=-nowhere)
+    too_far_BL = selected_BL & (previous_BL >= 0) & (where_L - previous_BL > g_max)
     return selected_BL & (too_far_BL.cumsum(dim=1) == 0)
