@@ -62,25 +62,23 @@ class Comparison:
         self.reference: dict[str, list[int]] = {}
 
     def run(self, chosen: dict[str, tuple[Problem, Request]]) -> None:
-        """All methods over all problems, after a warm-up of one batch, in rounds of `ROUND_BATCHES` batches.
+        """All methods over all problems, after a few steps of warm-up each, in rounds of `ROUND_BATCHES` batches.
 
         Who begins a round changes from round to round; an oracle waits for its references.
         """
         decoders = {label: self._decoder(method) for label, method in self.methods.items()}
-        inside = isinstance(self.referee, str)
-        referee = decoders[self.referee] if inside else self._decoder(self.referee)
+        referee = None if isinstance(self.referee, str) else self._decoder(self.referee)
         requests = [request for _, request in chosen.values()]
-        warm_up = requests[: self.setting.batch_size]
-        self._refer(referee, warm_up)
+        anything = (self.backbone.eos_id,) * self.setting.gen_length
         for label, decoder in decoders.items():
-            list(decoder.run(self._with_reference(label, warm_up)))
+            decoder.warm_up([replace(r, reference=anything) for r in requests[: self.setting.batch_size]])
             decoder.clock = self.clocks[label]
         size = ROUND_BATCHES * self.setting.batch_size
         progress = tqdm(total=len(requests) * len(decoders), desc="comparing", unit="completion", mininterval=1)
         for start in range(0, len(requests), size):
             part = requests[start : start + size]
-            if not isinstance(self.referee, str):
-                self._refer(referee, part)
+            if referee:
+                self.reference |= {c.id: c.tokens.tolist() for c in referee.run(part)}
             for label in self._order(start // size):
                 decoder = decoders[label]
                 begin = time.perf_counter()
@@ -131,12 +129,6 @@ class Comparison:
             temperature=s.temperature,
             seed=s.seed,
         )
-
-    def _refer(self, referee: Decoder, requests: Sequence[Request]) -> None:
-        """Fills in missing reference outputs."""
-        missing = [r for r in requests if r.id not in self.reference]
-        for completion in referee.run(missing):
-            self.reference[completion.id] = completion.tokens.tolist()
 
     def _with_reference(self, label: str, requests: Sequence[Request]) -> list[Request]:
         if not isinstance(self.methods[label].commit, Oracle):

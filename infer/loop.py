@@ -103,6 +103,18 @@ class Decoder:
             finished, canvas = self._collect(canvas, entered, generators)
             yield from finished
 
+    @torch.inference_mode()
+    def warm_up(self, requests: list[Request], forwards: int = 4) -> None:
+        """Takes up to `forwards` steps on one batch of `requests` and forgets them and their time."""
+        b = self.backbone
+        canvas = Canvas.of(requests[: self.batch_size], self.gen_length, b.mask_id, b.eos_id, b.device)
+        generators = {name: torch.Generator().manual_seed(0) for name in canvas.ids}
+        for _ in range(forwards):
+            if not bool(canvas.masked_BL.any(dim=1).all()):
+                break
+            self._step(canvas, generators)
+        self.clock = Clock()
+
     def _step(self, canvas: Canvas, generators: dict[str, torch.Generator]) -> None:
         block_rule, commit_rule = self.method.block, self.method.commit
         # 1. Rows whose block is full open the next one; a rule that reads no statistics does so before the forward.
