@@ -8,6 +8,8 @@ inclusion logit. About 600k trainable parameters at LLaDA-8B's width.
 learned projection: so a router belongs to one vocabulary and one generation length, as §6.4 says.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -76,7 +78,14 @@ class LBS(RouterModule):
 
 
 def lbs_loss(
-    logit_BK: Tensor, loss_BK: Tensor, right_BK: Tensor, valid_BK: Tensor, *, wrong_weight: float, reward: float
+    logit_BK: Tensor,
+    loss_BK: Tensor,
+    right_BK: Tensor,
+    valid_BK: Tensor,
+    *,
+    wrong_weight: float,
+    reward: float,
+    cap: float = math.inf,
 ) -> Tensor:
     """Cost of including uncertain positions minus a reward for inclusion; scalar, may be negative (App. C.2).
 
@@ -86,7 +95,10 @@ def lbs_loss(
     `wrong_weight` (> 1) where it is wrong, else 1; lambda is `reward`. [reading] of "weighted cross-entropy that
     favours correct, low-loss positions, and a regulariser that rewards larger total inclusion". Its optimum includes a
     position exactly where the expected w_i * l_i is below lambda.
+
+    `cap` bounds w_i * l_i at cap * lambda. [reading] Where the mean cost is above lambda, as it is uncapped for a backbone
+    that is often wrong, all logits fall until the sigmoid is flat, and nothing is ever included.
     """
     weight_BK = torch.where(right_BK, 1.0, wrong_weight)
-    cost_BK = logit_BK.sigmoid() * (weight_BK * loss_BK - reward)
+    cost_BK = logit_BK.sigmoid() * ((weight_BK * loss_BK).clamp_max(cap * reward) - reward)
     return (cost_BK * valid_BK).sum() / valid_BK.sum().clamp_min(1)

@@ -114,6 +114,13 @@ def test_lbs_loss_is_its_formula_and_has_its_optimum():
     assert free[0, 3] == 0
 
 
+def test_a_cap_bounds_the_cost_and_keeps_what_is_worth_including():
+    logit, valid = torch.zeros(1, 3), torch.ones(1, 3).bool()
+    loss, right = torch.tensor([[0.2, 9.0, 0.6]]), torch.tensor([[True, True, False]])
+    capped = lbs_loss(logit, loss, right, valid, wrong_weight=2.0, reward=0.5, cap=2.0)
+    torch.testing.assert_close(capped, 0.5 * torch.tensor((0.2 - 0.5) + (1.0 - 0.5) + (1.0 - 0.5)) / 3)
+
+
 def test_lps_loss_weighs_negatives():
     logit, right, valid = (
         torch.tensor([[0.7, 0.7, 9.0]]),

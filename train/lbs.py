@@ -30,9 +30,11 @@ def main(cfg: DictConfig) -> None:
     router = LBS(LBSConfig(origin_of(store), embedding_size=backbone.embedding.shape[1], **cfg.model))
     router.attach_embedding(backbone.embedding)
     data = TraceData(store, COLUMNS, batch_size=cfg.batch_size, limit=cfg.trace.limit, seed=cfg.seed)
-    fitted = fit(cfg, LBSModule(router, **cfg.loss, **cfg.optim), data)
+    fitted = fit(cfg, LBSModule(router, eos_id=backbone.eos_id, **cfg.loss, **cfg.optim), data)
     if fitted.trainer.is_global_zero:
         metrics = test_metrics(fitted, *scores_of(fitted.module, data.test_dataloader()))
+        if metrics["test/recall"] == 0:
+            print("WARNING: this router includes no position; raise loss.reward or lower loss.cap")
         router.config = replace(router.config, metrics=metrics, training=training_record(cfg, backbone))
         folder = router.save_pretrained(Path(cfg.out) / "export")
         print(f"exported {folder}: " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items()))

@@ -47,12 +47,12 @@ class RouterModule(L.LightningModule):
 
     def training_step(self, batch, _):
         loss, _, _, valid_BK = self.scores(batch)
-        self.log("train/loss", loss, prog_bar=True, batch_size=int(valid_BK.sum()))
+        self.log("train/loss", loss, prog_bar=True, batch_size=max(1, int(valid_BK.sum())))
         return loss
 
     def validation_step(self, batch, _):
         loss, logit_BK, right_BK, valid_BK = self.scores(batch)
-        self.log("val/loss", loss, prog_bar=True, sync_dist=True, batch_size=int(valid_BK.sum()))
+        self.log("val/loss", loss, prog_bar=True, sync_dist=True, batch_size=max(1, int(valid_BK.sum())))
         self.metrics.update(logit_BK[valid_BK].sigmoid(), right_BK[valid_BK].long())
 
     def on_validation_epoch_end(self):

@@ -148,7 +148,7 @@ def test_metrics(fitted: Fitted, score_N: Tensor, right_N: Tensor, loss: float) 
     """The test part's metrics, logged as well."""
     found = router_metrics("test/")(score_N, right_N.long())
     values = {name: float(value) for name, value in found.items()}
-    values = {"test/loss": loss, **values, "test/fpr": 1 - values.pop("test/specificity")}
+    values |= {"test/loss": loss, "test/fpr": 1 - values.pop("test/specificity")}
     for logger in fitted.loggers:
         logger.log_metrics(values)
         logger.save()
