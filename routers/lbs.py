@@ -96,8 +96,8 @@ def lbs_loss(
     favours correct, low-loss positions, and a regulariser that rewards larger total inclusion". Its optimum includes a
     position exactly where the expected w_i * l_i is below lambda.
 
-    `cap` bounds w_i * l_i at cap * lambda. [reading] Where the mean cost is above lambda, as it is uncapped for a backbone
-    that is often wrong, all logits fall until the sigmoid is flat, and nothing is ever included.
+    `cap` bounds w_i * l_i at cap * lambda. [reading] Where the mean cost is above lambda, as it is uncapped for a
+    backbone that is often wrong, all logits fall until the sigmoid is flat, and nothing is ever included.
     """
     weight_BK = torch.where(right_BK, 1.0, wrong_weight)
     cost_BK = logit_BK.sigmoid() * ((weight_BK * loss_BK).clamp_max(cap * reward) - reward)
