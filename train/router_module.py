@@ -63,7 +63,9 @@ class RouterModule(L.LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.router.parameters(), lr=self.lr, weight_decay=self.weight_decay)
-        total = self.trainer.estimated_stepping_batches / self.trainer.max_epochs * self.horizon
+        # Counted in epochs, not in what is left to run: a run that stops early and goes on keeps its schedule.
+        _ = self.trainer.estimated_stepping_batches  # makes the trainer count its batches
+        total = self.trainer.num_training_batches / self.trainer.accumulate_grad_batches * self.horizon
 
         def factor(step: int) -> float:
             rise = min(1.0, (step + 1) / max(1, self.warmup))
