@@ -12,7 +12,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from eval.report import draw_accuracy, draw_commit_steps, print_table, write_results, write_text
+from backbones.checkpoint import write_atomically
+from eval.report import draw_accuracy, draw_commit_steps, print_table, write_results
 from eval.runner import Comparison, Setting, choose_problems
 from infer.compose import build_method, compose_method, hash_routers
 
@@ -56,7 +57,7 @@ def main(cfg: DictConfig) -> None:
     chosen = [next(s for s in samples if s.id == example) for samples in comparison.samples.values()]
     pieces = {s.method: [backbone.tokenizer.decode([t]) for t in s.output] for s in chosen}
     draw_commit_steps(out / "commit_steps.png", chosen, pieces)
-    write_text(marker, json.dumps(record, indent=2) + "\n")
+    write_atomically(marker, lambda path: path.write_text(json.dumps(record, indent=2) + "\n"))
     print_table(rows)
     print(f"results, samples and pictures in {out}: results.json samples.jsonl accuracy.png commit_steps.png")
 

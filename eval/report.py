@@ -1,7 +1,6 @@
 """Tables, files and pictures of a comparison."""
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from backbones.checkpoint import write_atomically
 from eval.metrics import Sample
 
 matplotlib.use("Agg")
@@ -55,19 +55,12 @@ def print_table(rows: Sequence[dict], console: Console | None = None) -> None:
     )
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
-
-
 def write_results(out: Path, rows: Sequence[dict], samples: Sequence[Sample]) -> None:
     """`results.json` and `samples.jsonl` in `out`, each whole or absent."""
     out.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(_sample_dict(s)) + "\n" for s in samples)
     for name, text in (("samples.jsonl", lines), ("results.json", json.dumps(list(rows), indent=2) + "\n")):
-        write_text(out / name, text)
+        write_atomically(out / name, lambda path, text=text: path.write_text(text))
 
 
 def _sample_dict(sample: Sample) -> dict:

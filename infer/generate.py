@@ -6,7 +6,6 @@ python infer/generate.py prompts=prompts.jsonl out=completions.jsonl method=thre
 """
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from tqdm import tqdm
 
+from backbones.checkpoint import write_atomically
 from infer.canvas import Request
 from infer.loop import Decoder
 from infer.prompting import read_prompts
@@ -65,9 +65,8 @@ def main(cfg: DictConfig) -> None:
     tokens, nfe = sum(r["tokens"] for r in records), sum(r["nfe"] for r in records)
     if cfg.out:
         order = {request.id: i for i, request in enumerate(requests)}
-        temporary = Path(f"{cfg.out}.tmp")
-        temporary.write_text("".join(json.dumps(r) + "\n" for r in sorted(records, key=lambda r: order[r["id"]])))
-        os.replace(temporary, cfg.out)
+        lines = "".join(json.dumps(r) + "\n" for r in sorted(records, key=lambda r: order[r["id"]]))
+        write_atomically(Path(cfg.out), lambda path: path.write_text(lines))
         console.print(f"{len(records)} completions in {cfg.out}")
     else:
         console.print(records[0]["completion"], markup=False, highlight=False)

@@ -6,10 +6,8 @@ it was at, and a new run goes on after the last one listed.
 """
 
 import json
-import os
 import shutil
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset
 
+from backbones.checkpoint import write_atomically
 from trace_gen.schema import ROWS, SCHEMA_VERSION, TRAJECTORIES
 
 MANIFEST = "manifest.json"
@@ -104,13 +103,12 @@ class TraceStore:
     def write_shard(self, number: int, trajectories: Sequence[dict], rows: Sequence[dict]) -> None:
         """Writes shard `number` and lists it; shards come in order."""
         assert number <= len(self.counts), "shards are written in order"
-        self.folder.mkdir(parents=True, exist_ok=True)
         for name, table, schema in (
             (f"trajectories-{number:05d}.parquet", trajectories, TRAJECTORIES),
             (f"rows-{number:05d}.parquet", rows, ROWS[self.kind]),
         ):
             data = pa.Table.from_pylist(list(table), schema=schema)
-            self._atomically(name, lambda path, data=data: pq.write_table(data, path, compression="zstd"))
+            write_atomically(self.folder / name, lambda path, data=data: pq.write_table(data, path, compression="zstd"))
         entry = {"trajectories": len(trajectories), "rows": len(rows)}
         self.manifest["shards"][number : number + 1] = [entry]
         self._write_manifest()
@@ -159,15 +157,4 @@ class TraceStore:
 
     def _write_manifest(self) -> None:
         text = json.dumps(self.manifest, indent=2) + "\n"
-        self._atomically(MANIFEST, lambda path: Path(path).write_text(text))
-
-    def _atomically(self, name: str, write: Callable[[str], Any]) -> None:
-        handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=f".{name}.")
-        os.close(handle)
-        try:
-            write(temporary)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, self.folder / name)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_atomically(self.folder / MANIFEST, lambda path: path.write_text(text))
