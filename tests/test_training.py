@@ -10,9 +10,18 @@ import pyarrow as pa
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from backbones.denoiser import load_llada
-from train.denoiser_data import DenoisingBatches, Example, Masking, batches_of_an_epoch, make_batch
+from train.denoiser import Denoiser
+from train.denoiser_data import (
+    DenoisingBatches,
+    Example,
+    Masking,
+    batches_of_an_epoch,
+    make_batch,
+    two_stream_batch,
+)
 from train.hardware import resolve_precision
 from train.optim import MuonAdamW, orthogonalise
 from train.trace_data import EpochShuffle, pad_table, split_trajectories
@@ -23,7 +32,7 @@ MASK, EOS, DIGIT = 3, 2, 21
 
 def masking(**changes):
     settings = {
-        "gen_length": 64, "block_length": 16, "blockwise": 0.0, "full_tail": 0.0, "eos_weight": 0.25,
+        "gen_length": 64, "block_length": 16, "blockwise": 0.0, "full_tail": 0.0, "two_stream": 0.0, "eos_weight": 0.25,
         "digit_weight": 2.0, "mask_id": MASK, "eos_id": EOS, "digit_ids": (DIGIT,),
     }  # fmt: skip
     return Masking(**{**settings, **changes})
@@ -49,9 +58,12 @@ def test_a_batch_is_what_the_objective_says(blockwise, full_tail):
     longest = max(len(e.solution) for e in items)
     width = batch.clean_BT.shape[1]
     for i, e in enumerate(items):
-        start = int(batch.pad_B[i]) + len(e.prompt)
+        pad = int((~batch.attend_BTT[i, 0]).sum())
+        start = pad + len(e.prompt)
         response = batch.clean_BT[i, start:]
-        assert batch.clean_BT[i, batch.pad_B[i] : start].tolist() == e.prompt.tolist()
+        assert batch.clean_BT[i, pad:start].tolist() == e.prompt.tolist()
+        assert batch.position_BT[i, pad:].tolist() == list(range(width - pad))
+        assert batch.attend_BTT[i, :, pad:].all() and not batch.attend_BTT[i, :, :pad].any()
         assert response[: len(e.solution)].tolist() == e.solution.tolist()
         assert (response[len(e.solution) :] == EOS).all() and len(response) > len(e.solution)
         assert not changed[i, :start].any(), "a prompt token is masked"
@@ -68,6 +80,49 @@ def test_a_batch_is_what_the_objective_says(blockwise, full_tail):
             assert changed[i, start + first + 16 :].all(), "behind the block everything is masked"
             assert not counted[first + 16 :].any(), "only the block has a loss"
     assert width == start + len(response)
+
+
+def test_two_streams_ask_every_token_from_those_before_it_and_leak_nothing():
+    """Gradients through a real model show which tokens a prediction depends on: those before it in the order, only."""
+    torch.manual_seed(0)
+    rows, m = 6, masking()
+    items = examples(rows, seed=4)
+    batch = two_stream_batch(items, m, np.random.default_rng(2))
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2)
+    ).double()
+    denoiser = Denoiser(
+        model, max_steps=1, lr_matrix=0, lr_other=0, weight_decay=0, warmup=1, decay=0, digit_ids=(DIGIT,), eos_id=EOS
+    )
+    asked = batch.loss_BT > 0
+    torch.testing.assert_close(batch.loss_BT.sum(dim=1), torch.full((rows,), 1 / rows))
+    response = int(asked[0].sum())
+    prompt_length = asked.shape[1] - 2 * response
+    first, second = slice(prompt_length, prompt_length + response), slice(prompt_length + response, None)
+    assert (asked[:, second]).all() and (batch.noisy_BT[:, second] == MASK).all()
+    assert torch.equal(batch.clean_BT[:, first], batch.clean_BT[:, second])
+    assert torch.equal(batch.position_BT[:, first], batch.position_BT[:, second])
+
+    seen = {}
+    embed = model.get_input_embeddings()
+    embed.register_forward_hook(lambda _module, _inputs, out: seen.update(x=out))
+    logits = denoiser(batch, asked).view(rows, response, -1)
+    orders = []
+    for i in range(response):
+        picked = logits[torch.arange(rows), i, batch.clean_BT[:, first][:, i]].sum()
+        (grad,) = torch.autograd.grad(picked, seen["x"], retain_graph=True)
+        depends = grad.abs().sum(-1) > 0
+        pad = ~batch.attend_BTT[:, 0, :prompt_length]
+        assert not (depends[:, :prompt_length] & pad).any()
+        assert (depends[:, :prompt_length] | pad).all(), "the whole prompt is in sight"
+        assert not depends[torch.arange(rows), prompt_length + i].any(), "a mask sees its own answer"
+        others = torch.arange(response) != i
+        assert not depends[:, second][:, others].any() and depends[:, second][:, i].all()
+        orders.append(depends[:, first])
+    before = torch.stack(orders, dim=1)  # (B, i, j): i depends on j
+    assert (before ^ before.mT)[:, ~torch.eye(response, dtype=bool)].all(), "an order: of two tokens one comes first"
+    counts = before.sum(-1).sort().values
+    assert (counts == torch.arange(response)).all(), "a total order: one token has no other before it, the next one, …"
 
 
 def test_weights_of_nothing_are_refused():
@@ -94,7 +149,7 @@ def test_an_epoch_has_each_example_once_and_similar_lengths():
 
 
 def test_batches_resume_exactly():
-    items, m = examples(50), masking(blockwise=0.5, full_tail=0.5)
+    items, m = examples(50), masking(blockwise=0.5, full_tail=0.5, two_stream=0.5)
     whole = iter(DenoisingBatches(items, m, 8, seed=3))
     first = [next(whole) for _ in range(15)]
     resumed = iter(DenoisingBatches(items, m, 8, seed=3, first=9))

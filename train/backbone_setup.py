@@ -20,7 +20,7 @@ def make_tokenizer(cfg: DictConfig) -> PreTrainedTokenizerFast:
     """The tokenizer of `data.tokenizer`, or a new one trained on all of gsm_symbolic's sound templates."""
     if cfg.data.tokenizer:
         return PreTrainedTokenizerFast.from_pretrained(cfg.data.tokenizer, local_files_only=True)
-    problems = islice(GsmSymbolic(tasks_ok).problems("train"), cfg.data.tokenizer_examples)
+    problems = islice(GsmSymbolic(tasks_ok, max_number=None).problems("train"), cfg.data.tokenizer_examples)
     return train_tokenizer((text for p in problems for text in (p.prompt, p.solution)), cfg.model.vocab_size)
 
 
@@ -47,7 +47,7 @@ def make_loaders(cfg: DictConfig, tokenizer, first: int) -> tuple[DataLoader, li
 
     Validation masks uniformly at ratios 0.25, 0.5 and 0.75, and block-wise.
     """
-    task = GsmSymbolic(cfg.data.templates)
+    task = GsmSymbolic(cfg.data.templates, cfg.data.max_number)
     length = cfg.masking.gen_length
     train = tokenise(tokenizer, task.problems("train"), cfg.data.examples, length, "training problems")
     held_out = tokenise(tokenizer, task.problems("validation"), 192, length, "validation problems")
@@ -55,7 +55,7 @@ def make_loaders(cfg: DictConfig, tokenizer, first: int) -> tuple[DataLoader, li
     batches = DenoisingBatches(train, make_masking(cfg, tokenizer), cfg.data.batch_size, cfg.seed, first)
     loaders = [DataLoader(batches, batch_size=None)]
     for i, ratio in enumerate((0.25, 0.5, 0.75, None)):
-        masking = make_masking(cfg, tokenizer, blockwise=float(ratio is None), full_tail=0.0)
+        masking = make_masking(cfg, tokenizer, blockwise=float(ratio is None), full_tail=0.0, two_stream=0.0)
         rng = np.random.default_rng(i)
         fixed = [make_batch(held_out[j : j + 48], masking, rng, ratio) for j in range(0, len(held_out), 48)]
         loaders.append(DataLoader(fixed, batch_size=None))

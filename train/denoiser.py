@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from backbones.bidirectional import padding_inputs
 from train.denoiser_data import DenoisingBatch
 from train.optim import MuonAdamW
 
@@ -36,14 +35,19 @@ class Denoiser(L.LightningModule):
         self.model = model
         self.register_buffer("digit_ids", torch.tensor(digit_ids), persistent=False)
 
-    def forward(self, noisy_BT: Tensor, pad_B: Tensor, asked_BT: Tensor) -> Tensor:
+    def forward(self, batch: DenoisingBatch, asked_BT: Tensor) -> Tensor:
         """Logits (N, V) at the asked positions, row-major."""
-        hidden = self.model.model(input_ids=noisy_BT, **padding_inputs(pad_B, noisy_BT.shape[1]), use_cache=False)
+        hidden = self.model.model(
+            input_ids=batch.noisy_BT,
+            position_ids=batch.position_BT,
+            attention_mask=batch.attend_BTT[:, None],
+            use_cache=False,
+        )
         return self.model.lm_head(hidden.last_hidden_state[asked_BT])
 
     def _losses(self, batch: DenoisingBatch) -> tuple[Tensor, Tensor, Tensor]:
         asked = batch.loss_BT > 0
-        logits = self(batch.noisy_BT, batch.pad_B, asked)
+        logits = self(batch, asked)
         return batch.clean_BT[asked], logits, batch.loss_BT[asked]
 
     def training_step(self, batch: DenoisingBatch, _):

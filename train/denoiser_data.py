@@ -20,14 +20,16 @@ class Example:
 class DenoisingBatch(NamedTuple):
     """A padded batch, prompts on the left so that responses line up.
 
-    Shapes: `clean_BT` and `noisy_BT` (B, T) int64; `pad_B` (B,) int64, left padding of each row; `loss_BT` (B, T)
-    float32, the weight of each position's cross-entropy, zero where nothing is masked.
+    Shapes: `clean_BT` and `noisy_BT` (B, T) int64; `loss_BT` (B, T) float32, the weight of each position's
+    cross-entropy, zero where nothing is masked; `position_BT` (B, T) int64, counted from each row's first real token;
+    `attend_BTT` (B, T, T) bool, which keys (last) each query sees.
     """
 
     clean_BT: Tensor
     noisy_BT: Tensor
-    pad_B: Tensor
     loss_BT: Tensor
+    position_BT: Tensor
+    attend_BTT: Tensor
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,15 @@ class Masking:
     is masked as decoding meets it (`blockwise`): a clean prefix, one block at ratio t, all masks behind it; there only
     the block's positions have a loss.
     A row's loss is divided by its weighted number of masked tokens, which has far less variance than 1/t.
+
+    A share of the batches (`two_stream`) asks for every response token at once instead, see `two_stream_batch`.
     """
 
     gen_length: int
     block_length: int
     blockwise: float
     full_tail: float
+    two_stream: float
     eos_weight: float
     digit_weight: float
     mask_id: int
@@ -72,6 +77,24 @@ def batches_of_an_epoch(examples: list[Example], batch_size: int, rng: np.random
     return batches
 
 
+def _padded(examples: list[Example], masking: Masking, response: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Clean ids (B, T) with prompts on the left, each row's left padding (B,), and the prompt region's length."""
+    prompt_length = round_up(max(len(e.prompt) for e in examples), 8)
+    clean = np.full((len(examples), prompt_length + response), masking.eos_id, dtype=np.int64)
+    pad = np.array([prompt_length - len(e.prompt) for e in examples])
+    for i, e in enumerate(examples):
+        clean[i, pad[i] : prompt_length] = e.prompt
+        clean[i, prompt_length : prompt_length + len(e.solution)] = e.solution
+    return clean, pad, prompt_length
+
+
+def _position_weights(targets: np.ndarray, counted: np.ndarray, masking: Masking) -> np.ndarray:
+    """Weights (B, R) float32 of the counted targets: one row's sum to 1 / B."""
+    w = np.where(targets == masking.eos_id, masking.eos_weight, 1.0)
+    w = np.where(np.isin(targets, masking.digit_ids), masking.digit_weight, w) * counted
+    return (w / w.sum(axis=1, keepdims=True) / len(w)).astype(np.float32)
+
+
 def make_batch(
     examples: list[Example], masking: Masking, rng: np.random.Generator, ratio: float | None = None
 ) -> DenoisingBatch:
@@ -80,16 +103,10 @@ def make_batch(
     `ratio` fixes t for all rows; by default it is drawn.
     """
     m = masking
-    prompt_length = round_up(max(len(e.prompt) for e in examples), 8)
     longest = max(len(e.solution) for e in examples) + 1
     response = m.gen_length if rng.random() < m.full_tail else min(m.gen_length, round_up(longest, 16))
     rows = len(examples)
-    clean = np.full((rows, prompt_length + response), m.eos_id, dtype=np.int64)
-    pad = np.empty(rows, dtype=np.int64)
-    for i, e in enumerate(examples):
-        pad[i] = prompt_length - len(e.prompt)
-        clean[i, pad[i] : prompt_length] = e.prompt
-        clean[i, prompt_length : prompt_length + len(e.solution)] = e.solution
+    clean, pad, prompt_length = _padded(examples, m, response)
 
     # t is stratified over the batch: one draw in each of `rows` equal intervals of (0, 1].
     t = np.full(rows, ratio) if ratio else (rng.permutation(rows) + 1 - rng.random(rows)) / rows
@@ -108,11 +125,52 @@ def make_batch(
     noisy = clean.copy()
     noisy[:, prompt_length:][masked] = m.mask_id
     weight = np.zeros(clean.shape, dtype=np.float32)
+    weight[:, prompt_length:] = _position_weights(clean[:, prompt_length:], masked & counted, m)
+    where = np.arange(clean.shape[1])
+    position = np.maximum(where - pad[:, None], 0)
+    attend = np.broadcast_to((where >= pad[:, None])[:, None, :], (rows, len(where), len(where)))
+    return DenoisingBatch(*(torch.tensor(a) for a in (clean, noisy, weight, position, attend)))
+
+
+# By how many positions an order of unmasking strays from left to right; one is drawn for each row.
+ORDER_NOISE = (0, 4, 8, 16, 32)
+LATE_DIGITS = 8  # in half of the rows digits come this many positions later, as decoding by confidence leaves them
+
+
+def two_stream_batch(examples: list[Example], masking: Masking, rng: np.random.Generator) -> DenoisingBatch:
+    """Every response token is predicted in one forward, each from the tokens that precede it in a drawn order.
+
+    The two streams of XLNet (Yang et al., 2019, sec. 2.3) without its shift: behind prompt and clean response stands
+    a second response of masks at the same positions. A clean token sees the prompt and the tokens up to itself in
+    the order; a mask sees the prompt, the tokens strictly before it, and itself. So each mask is asked what a masked
+    diffusion LM is asked when the tokens before it are unmasked, only without the other masks in sight.
+    `noisy_BT` and `clean_BT` have the prompt region and twice the response region, losses are on the second one.
+    """
+    m = masking
+    rows = len(examples)
+    response = min(m.gen_length, round_up(max(len(e.solution) for e in examples) + 1, 8))
+    clean, pad, prompt_length = _padded(examples, m, response)
     targets = clean[:, prompt_length:]
-    w = np.where(targets == m.eos_id, m.eos_weight, 1.0)
-    w = np.where(np.isin(targets, m.digit_ids), m.digit_weight, w) * (masked & counted)
-    weight[:, prompt_length:] = w / w.sum(axis=1, keepdims=True) / rows
-    return DenoisingBatch(*(torch.from_numpy(a) for a in (clean, noisy, pad, weight)))
+    noise = rng.choice(ORDER_NOISE, size=(rows, 1))
+    late = LATE_DIGITS * np.isin(targets, m.digit_ids) * (rng.random((rows, 1)) < 0.5)
+    key = np.arange(response) + noise * rng.random((rows, response)) + late
+    rank = key.argsort(axis=1, kind="stable").argsort(axis=1)
+
+    length = prompt_length + 2 * response
+    attend = np.zeros((rows, length, length), dtype=bool)
+    attend[:, :, :prompt_length] = (np.arange(prompt_length) >= pad[:, None])[:, None, :]
+    first, second = slice(prompt_length, prompt_length + response), slice(prompt_length + response, length)
+    attend[:, first, first] = rank[:, None, :] <= rank[:, :, None]
+    attend[:, second, first] = rank[:, None, :] < rank[:, :, None]
+    attend[:, second, second] = np.eye(response, dtype=bool)
+
+    noisy = np.concatenate([clean, np.full_like(targets, m.mask_id)], axis=1)
+    weight = np.zeros(noisy.shape, dtype=np.float32)
+    weight[:, second] = _position_weights(targets, np.ones(targets.shape, dtype=bool), m)
+    position = np.maximum(np.arange(prompt_length + response) - pad[:, None], 0)
+    position = np.concatenate([position, position[:, first]], axis=1)
+    clean = np.concatenate([clean, targets], axis=1)
+    return DenoisingBatch(*(torch.from_numpy(a) for a in (clean, noisy, weight, position, attend)))
 
 
 class DenoisingBatches(torch.utils.data.IterableDataset):
@@ -133,5 +191,6 @@ class DenoisingBatches(torch.utils.data.IterableDataset):
             order = batches_of_an_epoch(self.examples, self.batch_size, np.random.default_rng((self.seed, epoch)))
             for indices in order[n % per_epoch :]:
                 rng = np.random.default_rng((self.seed, 1, n))
-                yield make_batch([self.examples[i] for i in indices], self.masking, rng)
+                make = two_stream_batch if rng.random() < self.masking.two_stream else make_batch
+                yield make([self.examples[i] for i in indices], self.masking, rng)
                 n += 1
