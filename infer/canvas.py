@@ -4,6 +4,7 @@ Shape legend: B rows of the batch, P longest prompt, L generation length, T = P 
 on their left, so that the last L columns are the generation region of every row.
 """
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +51,16 @@ class Completion:
     latency_s: float
 
 
+def generator_of(name: str) -> torch.Generator:
+    """A generator that `name` alone seeds."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def draw_lots(request_id: str, gen_length: int) -> Tensor:
+    return torch.rand(gen_length, generator=generator_of(f"lots {request_id}"))
+
+
 @dataclass
 class Canvas:
     """The rows being decoded; the loop owns it, rules and observers only read it.
@@ -62,6 +73,8 @@ class Canvas:
         block_BL: bool, the active block, committed members included.
         block_number_B: int64, how many blocks the row opened before the active one; -1 before the first.
         step_B: int64, forwards the row has had.
+        block_step_B: int64, forwards the row has had since its active block was opened.
+        lot_BL: float32 in [0, 1), a number drawn for each position from the request's id, for random orders.
         committed_at_BL, committed_block_BL: int64, see `Completion`.
         reference_BL: int64 or None.
     """
@@ -74,6 +87,8 @@ class Canvas:
     block_BL: Tensor
     block_number_B: Tensor
     step_B: Tensor
+    block_step_B: Tensor
+    lot_BL: Tensor
     committed_at_BL: Tensor
     committed_block_BL: Tensor
     reference_BL: Tensor | None
@@ -114,6 +129,8 @@ class Canvas:
             block_BL=torch.zeros(shape, dtype=torch.bool, device=device),
             block_number_B=torch.full((rows,), -1, device=device),
             step_B=torch.zeros(rows, dtype=torch.long, device=device),
+            block_step_B=torch.zeros(rows, dtype=torch.long, device=device),
+            lot_BL=torch.stack([draw_lots(r.id, gen_length) for r in requests]).to(device),
             committed_at_BL=torch.full(shape, STOPPED, device=device),
             committed_block_BL=torch.full(shape, STOPPED, device=device),
             reference_BL=torch.tensor([r.reference for r in requests], device=device) if with_reference else None,
@@ -161,6 +178,7 @@ class Canvas:
         """Replaces the active block of the rows in `rows_B` (bool) by theirs in `block_BL` (bool)."""
         self.block_BL = torch.where(rows_B[:, None], block_BL, self.block_BL)
         self.block_number_B = self.block_number_B + rows_B
+        self.block_step_B = self.block_step_B.masked_fill(rows_B, 0)
 
     def commit(self, chosen_BL: Tensor, top1_BL: Tensor) -> None:
         """Writes `top1_BL` at the chosen positions and counts the step for every row."""
@@ -171,6 +189,7 @@ class Canvas:
         self.committed_block_BL = torch.where(chosen_BL, self.block_number_B[:, None], self.committed_block_BL)
         self.masked_BL = self.masked_BL & ~chosen_BL
         self.step_B = self.step_B + 1
+        self.block_step_B = self.block_step_B + 1
 
     def fill_with_eos(self, rows_B: Tensor) -> None:
         """Ends rows: what is still masked becomes EOS and costs no forward."""
@@ -187,6 +206,8 @@ _ROW_TENSORS = (
     "block_BL",
     "block_number_B",
     "step_B",
+    "block_step_B",
+    "lot_BL",
     "committed_at_BL",
     "committed_block_BL",
 )

@@ -1,5 +1,6 @@
 """Method configs by name, for scripts that run several."""
 
+import re
 from typing import Any
 
 from hydra import compose
@@ -9,17 +10,25 @@ from omegaconf import DictConfig
 from infer.rules import Method
 from routers.checkpoint import router_hash
 
+PARTS = ("block", "commit", "filters")  # the config groups a method is made of
+
 
 def compose_method(config_name: str, entry: str, overrides: list[str]) -> DictConfig:
     """The whole config with `method` set to what `entry` names. `overrides` are the command line's.
 
-    An entry is a name of conf/method/, or `name:commit.tau=0.8,block.block_length=16` with overrides relative to the
-    method. Raises Hydra's own error for an unknown name, with the names there are. Call it inside a Hydra application.
+    An entry is a name of conf/method/, or `name:block=lbs,commit.tau=0.8` with overrides relative to the method:
+    `block`, `commit` and `filters` alone choose from conf/method/block/ and so on. Raises Hydra's own error for an
+    unknown name, with the names there are. Call it inside a Hydra application.
     """
     name, _, settings = entry.partition(":")
     kept = [o for o in overrides if not o.startswith(("method=", "methods="))]
-    own = [f"method.{s}" for s in settings.split(",") if s]
+    own = [_own(s) for s in re.split(r",(?![^\[]*\])", settings) if s]
     return compose(config_name, overrides=[*kept, f"method={name}", *own])
+
+
+def _own(setting: str) -> str:
+    key = setting.partition("=")[0]
+    return f"method{'/' if key in PARTS else '.'}{setting}"
 
 
 def build_method(config_name: str, entry: str, overrides: list[str]) -> Method:

@@ -4,7 +4,6 @@ Serves generation, traces, evaluation and routers alike. Rows of a batch are at 
 row leaves and the next request takes its slot. A row's result does not depend on what shares its batch.
 """
 
-import hashlib
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from backbones.base import Backbone
-from infer.canvas import Canvas, Completion, Request
+from infer.canvas import Canvas, Completion, Request, generator_of
 from infer.observation import Observation, observe
 from infer.rules import Method
 from infer.stop import STOP_RULES
@@ -79,8 +78,8 @@ class Decoder:
             raise ValueError(f"temperature={temperature}: need 0 (greedy) or more")
         if method.stop not in STOP_RULES:
             raise ValueError(f"stop={method.stop!r} is unknown; allowed: {', '.join(STOP_RULES)}")
-        method.block.bind(backbone, gen_length)
-        method.commit.bind(backbone, gen_length)
+        for rule in (method.block, method.commit, *method.filters):
+            rule.bind(backbone, gen_length)
         self.backbone, self.method = backbone, method
         self.gen_length, self.batch_size = gen_length, batch_size
         self.temperature, self.seed = temperature, seed
@@ -141,11 +140,14 @@ class Decoder:
         if opens and block_rule.needs:
             with self._stage("where", block_rule.has_router):
                 canvas.open_blocks(opening_B, block_rule.form(canvas, seen, opening_B) & canvas.masked_BL)
-        # 4. The commit rule decides, filters thin.
+        # 4. Filters narrow what the commit rule may choose, it decides, filters thin.
         with self._stage("when", commit_rule.has_router):
-            chosen_BL = commit_rule.choose(canvas, seen, canvas.candidates_BL)
-            for thinning in self.method.filters:
-                chosen_BL = thinning.thin(canvas, seen, chosen_BL)
+            candidates_BL = canvas.candidates_BL
+            for rule in self.method.filters:
+                candidates_BL = rule.admit(canvas, seen, candidates_BL)
+            chosen_BL = commit_rule.choose(canvas, seen, candidates_BL)
+            for rule in self.method.filters:
+                chosen_BL = rule.thin(canvas, seen, chosen_BL)
         with self._stage("bookkeeping"):
             assert bool(chosen_BL.any(dim=1).all()), "a row committed nothing"
             for observer in self.observers:
@@ -162,8 +164,7 @@ class Decoder:
             fresh.append(request)
             entered[request.id] = time.perf_counter()
             if self.temperature > 0:
-                digest = hashlib.sha256(f"{self.seed} {request.id}".encode()).digest()
-                generators[request.id] = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+                generators[request.id] = generator_of(f"{self.seed} {request.id}")
         if not fresh:
             return canvas
         b = self.backbone

@@ -1,6 +1,6 @@
 """What a block rule, a commit rule, a filter and a method are."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,10 +18,12 @@ class BlockRule(Protocol):
     Attributes:
         needs: statistics it reads. Where empty, blocks are formed from the canvas alone, before the forward.
         has_router: whether its time counts as router time.
+        contiguous: whether its blocks have no holes.
     """
 
     needs: frozenset[str]
     has_router: bool
+    contiguous: bool
 
     def bind(self, backbone: Backbone, gen_length: int) -> None:
         """Called once before decoding; raises ValueError where the rule does not fit the backbone or the length."""
@@ -31,10 +33,14 @@ class BlockRule(Protocol):
 
 
 class CommitRule(Protocol):
-    """When: which masked positions of the active block are committed this step. Attributes as in `BlockRule`."""
+    """When: which masked positions of the active block are committed this step.
+
+    Attributes as in `BlockRule`, and contiguous_only: whether the rule means nothing in a block with holes.
+    """
 
     needs: frozenset[str]
     has_router: bool
+    contiguous_only: bool
 
     def bind(self, backbone: Backbone, gen_length: int) -> None: ...
 
@@ -42,10 +48,14 @@ class CommitRule(Protocol):
         """A subset (B, L) bool of `candidates_BL`, at least one position of each row that has candidates."""
 
 
-class Filter(Protocol):
-    """Thins what a commit rule chose; keeps at least one position of each row that had any."""
+class FilterRule(Protocol):
+    """What may not be committed; leaves at least one position of each row that had any. See `infer.filters`."""
 
     needs: frozenset[str]
+
+    def bind(self, backbone: Backbone, gen_length: int) -> None: ...
+
+    def admit(self, canvas: Canvas, seen: Observation, candidates_BL: Tensor) -> Tensor: ...
 
     def thin(self, canvas: Canvas, seen: Observation, chosen_BL: Tensor) -> Tensor: ...
 
@@ -55,6 +65,8 @@ class Rule:
 
     needs: frozenset[str] = frozenset()
     has_router = False
+    contiguous = True
+    contiguous_only = False
 
     def bind(self, backbone: Backbone, gen_length: int) -> None:
         pass
@@ -67,8 +79,22 @@ class Method:
     name: str
     block: BlockRule
     commit: CommitRule
-    filters: Sequence[Filter] = field(default=())
+    filters: Sequence[FilterRule] | Mapping[str, FilterRule] = field(default=())  # names are for configs only
     stop: str = "eos"
+
+    def __post_init__(self):
+        filters = self.filters.values() if isinstance(self.filters, Mapping) else self.filters
+        object.__setattr__(self, "filters", tuple(filters))
+        if self.commit.contiguous_only and not self.block.contiguous:
+            raise ValueError(
+                f"method {self.name!r}: commit rule {type(self.commit).__name__} commits a run from the left, which "
+                f"means nothing in the blocks of {type(self.block).__name__}, which have holes; use another"
+            )
+        if self.commit.contiguous_only and self.filters:
+            raise ValueError(
+                f"method {self.name!r}: commit rule {type(self.commit).__name__} commits a run from the left, in which "
+                f"filters ({', '.join(type(f).__name__ for f in self.filters)}) would leave holes"
+            )
 
     @property
     def needs(self) -> frozenset[str]:
@@ -83,6 +109,22 @@ def best_BL(score_BL: Tensor, candidates_BL: Tensor) -> Tensor:
     # argmax promises no order among equals; the first equal one is found by position.
     equal_BL = candidates_BL & (score_BL == score_BL.gather(1, first_B[:, None]))
     return equal_BL & (equal_BL.cumsum(dim=1) == 1)
+
+
+def order_BL(score_BL: Tensor, candidates_BL: Tensor) -> Tensor:
+    """Positions (B, L) of each row: candidates from the largest score down, ties from the left, then all others."""
+    score_BL = score_BL.float().masked_fill(~candidates_BL, -torch.inf)
+    by_score_BL = score_BL.argsort(dim=1, descending=True, stable=True)
+    # A candidate of score -inf must still come before what is no candidate.
+    first_BL = (~candidates_BL).gather(1, by_score_BL).to(torch.uint8).argsort(dim=1, stable=True)
+    return by_score_BL.gather(1, first_BL)
+
+
+def take(ordered_BL: Tensor, count_B: Tensor, candidates_BL: Tensor) -> Tensor:
+    """The first `count_B` positions of an order, as (B, L) bool; at least one, and only candidates."""
+    rank_L = torch.arange(ordered_BL.shape[1], device=ordered_BL.device)
+    chosen_BL = torch.zeros_like(candidates_BL).scatter_(1, ordered_BL, rank_L < count_B.clamp_min(1)[:, None])
+    return chosen_BL & candidates_BL
 
 
 def or_best(chosen_BL: Tensor, score_BL: Tensor, candidates_BL: Tensor) -> Tensor:

@@ -135,15 +135,17 @@ def make_batch(
 # By how many positions an order of unmasking strays from left to right; one is drawn for each row.
 ORDER_NOISE = (0, 4, 8, 16, 32)
 LATE_DIGITS = 8  # in half of the rows digits come this many positions later, as decoding by confidence leaves them
+TOGETHER = (1, 1, 2, 4, 8, 16, 32)  # how many tokens share a place in the order; one is drawn for each row
 
 
 def two_stream_batch(examples: list[Example], masking: Masking, rng: np.random.Generator) -> DenoisingBatch:
     """Every response token is predicted in one forward, each from the tokens that precede it in a drawn order.
 
     The two streams of XLNet (Yang et al., 2019, sec. 2.3) without its shift: behind prompt and clean response stands
-    a second response of masks at the same positions. A clean token sees the prompt and the tokens up to itself in
-    the order; a mask sees the prompt, the tokens strictly before it, and itself. So each mask is asked what a masked
-    diffusion LM is asked when the tokens before it are unmasked, only without the other masks in sight.
+    a second response of masks at the same positions. Tokens are taken in groups. A clean token sees the prompt and
+    the groups up to its own; a mask sees the prompt, the clean tokens of the groups before its own, and the masks of
+    its own group. So each mask is asked what a masked diffusion LM is asked when the groups before it are unmasked,
+    only without the masks of later groups in sight.
     `noisy_BT` and `clean_BT` have the prompt region and twice the response region, losses are on the second one.
     """
     m = masking
@@ -155,14 +157,15 @@ def two_stream_batch(examples: list[Example], masking: Masking, rng: np.random.G
     late = LATE_DIGITS * np.isin(targets, m.digit_ids) * (rng.random((rows, 1)) < 0.5)
     key = np.arange(response) + noise * rng.random((rows, response)) + late
     rank = key.argsort(axis=1, kind="stable").argsort(axis=1)
+    group = rank // rng.choice(TOGETHER, size=(rows, 1))
 
     length = prompt_length + 2 * response
     attend = np.zeros((rows, length, length), dtype=bool)
     attend[:, :, :prompt_length] = (np.arange(prompt_length) >= pad[:, None])[:, None, :]
     first, second = slice(prompt_length, prompt_length + response), slice(prompt_length + response, length)
-    attend[:, first, first] = rank[:, None, :] <= rank[:, :, None]
-    attend[:, second, first] = rank[:, None, :] < rank[:, :, None]
-    attend[:, second, second] = np.eye(response, dtype=bool)
+    attend[:, first, first] = group[:, None, :] <= group[:, :, None]
+    attend[:, second, first] = group[:, None, :] < group[:, :, None]
+    attend[:, second, second] = group[:, None, :] == group[:, :, None]
 
     noisy = np.concatenate([clean, np.full_like(targets, m.mask_id)], axis=1)
     weight = np.zeros(noisy.shape, dtype=np.float32)

@@ -2,29 +2,46 @@
 
 k = 1 by confidence is LLaDA's low-confidence remasking, called "sequential" here: the baseline at 1.0x
 (Nie et al., 2025, §2.4; rankings as in DUS, arXiv 2506.19037, §4.3). Ties go to the lowest position.
+
+The `steps` form spreads a block of n masks over S steps as LLaDA's published `generate` does: n // S each, one more
+in the first n % S steps; a block with fewer masks than steps takes one a step.
 """
 
-import torch
 from torch import Tensor
 
-from infer.rules import Rule
+from infer.rules import Rule, order_BL, take
 
-RANKINGS = ("confidence", "entropy", "margin")
+RANKINGS = ("confidence", "entropy", "margin", "random")
+
+
+def ranking_needs(ranking: str) -> frozenset[str]:
+    return frozenset() if ranking == "random" else frozenset({ranking})
+
+
+def ranking_score(ranking: str, canvas, seen) -> Tensor:
+    """Scores (B, L), larger is better. `random` is an order drawn per request, the same at every step."""
+    if ranking == "random":
+        return canvas.lot_BL
+    return -seen.entropy_BL if ranking == "entropy" else getattr(seen, f"{ranking}_BL")
 
 
 class TopK(Rule):
-    def __init__(self, k: int = 1, ranking: str = "confidence"):
+    """`k` positions a step, or with `steps` a whole block in that many steps; then `k` is not used."""
+
+    def __init__(self, k: int = 1, ranking: str = "confidence", steps: int | None = None):
         if k < 1:
             raise ValueError(f"k={k}: a step commits at least 1 position")
+        if steps is not None and steps < 1:
+            raise ValueError(f"steps={steps}: a block takes at least 1")
         if ranking not in RANKINGS:
             raise ValueError(f"ranking={ranking!r} is unknown; allowed: {', '.join(RANKINGS)}")
-        self.k, self.ranking = k, ranking
-        self.needs = frozenset({ranking})
+        self.k, self.steps, self.ranking = k, steps, ranking
+        self.needs = ranking_needs(ranking)
 
     def choose(self, canvas, seen, candidates_BL: Tensor) -> Tensor:
-        score_BL = -seen.entropy_BL if self.ranking == "entropy" else getattr(seen, f"{self.ranking}_BL")
-        score_BL = score_BL.masked_fill(~candidates_BL, -torch.inf)
-        order_BL = score_BL.argsort(dim=1, descending=True, stable=True)
-        chosen_BL = torch.zeros_like(candidates_BL)
-        chosen_BL.scatter_(1, order_BL[:, : self.k], True)
-        return chosen_BL & candidates_BL
+        if self.steps is None:
+            count_B = canvas.step_B.new_full(canvas.step_B.shape, self.k)
+        else:
+            size_B = canvas.block_BL.sum(dim=1)
+            count_B = size_B // self.steps + (canvas.block_step_B < size_B % self.steps)
+        return take(order_BL(ranking_score(self.ranking, canvas, seen), candidates_BL), count_B, candidates_BL)

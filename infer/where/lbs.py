@@ -24,6 +24,7 @@ from routers.lbs import LBS
 class Lbs(Rule):
     needs = frozenset({"entropy"})
     has_router = True
+    contiguous = False
 
     def __init__(
         self, router: str | Path | LBS, g_max: int = 5, l_min: int = 8, fallback: int = 32, allow_transfer: bool = False

@@ -1,0 +1,113 @@
+"""LSP, longest stable prefix: commits a contiguous run from the left, sized by margins and cut at a delimiter.
+
+Source: LSP, "Beyond Scattered Acceptance: Fast and Coherent Inference for DLMs via Longest Stable Prefixes", §3 and
+Algorithm 1; the ablations are those of its §4.3.
+
+    N candidates with logit margins delta_1..N, prefix minima m_j = min(delta_1..j)
+    j is reachable by a threshold if m_(j+1) < m_j or j = N
+    L' = the longest reachable j in [ceil(alpha N), floor(beta N)], else ceil(alpha N) [reading: the paper names none]
+    L = max(L_min, last delimiter j <= L' with L' - j <= W); no delimiter in reach -> L_min
+
+Defaults: alpha = 0.25, beta = 0.5, L_min = 1, W = 16, one setting for all models (§4.1).
+"""
+
+import torch
+from torch import Tensor
+
+from infer.rules import Rule, order_BL, pack_left, take
+
+# Punctuation, newline and code symbols. A token counts if, spaces aside, it consists of these alone.
+DELIMITERS = ".,;:!?\n()[]{}<>=+-*/%&|^~#\"'`\\@$"
+
+
+def delimiter_ids(tokenizer, vocab_size: int, delimiters: str) -> Tensor:
+    """(V,) bool: the tokens made of `delimiters` and spaces alone, special tokens left out."""
+    special = set(tokenizer.all_special_ids)
+    texts = tokenizer.batch_decode([[i] for i in range(min(len(tokenizer), vocab_size))])
+    ids = [i for i, t in enumerate(texts) if i not in special and t.strip(" ") and set(t.strip(" ")) <= set(delimiters)]
+    flags_V = torch.zeros(vocab_size, dtype=torch.bool)
+    flags_V[ids] = True
+    return flags_V
+
+
+def adaptive_length(margin_BK: Tensor, count_B: Tensor, alpha: float, beta: float) -> Tensor:
+    """L' (B,) of rows whose first `count_B` of K margins are real."""
+    j_K = torch.arange(1, margin_BK.shape[1] + 1, device=margin_BK.device)
+    real_BK = j_K <= count_B[:, None]
+    lowest_BK = margin_BK.float().masked_fill(~real_BK, torch.inf).cummin(dim=1).values
+    falls_BK = torch.nn.functional.pad(lowest_BK[:, 1:] < lowest_BK[:, :-1], (0, 1))
+    reachable_BK = falls_BK | (j_K == count_B[:, None])
+    shortest_B, longest_B = (alpha * count_B.double()).ceil().long(), (beta * count_B.double()).floor().long()
+    inside_BK = reachable_BK & (j_K >= shortest_B[:, None]) & (j_K <= longest_B[:, None])
+    return torch.maximum((inside_BK * j_K).amax(dim=1), shortest_B)
+
+
+class _Sized(Rule):
+    """What LSP and its scattered ablation share: how many."""
+
+    def __init__(self, alpha: float = 0.25, beta: float = 0.5):
+        if not 0 < alpha <= beta <= 1:
+            raise ValueError(f"alpha={alpha}, beta={beta}: need 0 < alpha <= beta <= 1")
+        self.alpha, self.beta = alpha, beta
+        self.needs = frozenset({"margin"})
+
+
+class StablePrefix(_Sized):
+    """`snap=False` is the ablation without snapping: max(L_min, L') are committed."""
+
+    contiguous_only = True
+
+    def __init__(
+        self,
+        alpha: float = 0.25,
+        beta: float = 0.5,
+        l_min: int = 1,
+        window: int = 16,
+        snap: bool = True,
+        delimiters: str = DELIMITERS,
+    ):
+        super().__init__(alpha, beta)
+        if l_min < 1 or window < 0:
+            raise ValueError(f"l_min={l_min}, window={window}: need at least 1 and 0")
+        self.l_min, self.window, self.snap, self.delimiters = l_min, window, snap, delimiters
+
+    def bind(self, backbone, gen_length: int) -> None:
+        if self.snap:
+            flags_V = delimiter_ids(backbone.tokenizer, backbone.vocab_size, self.delimiters)
+            if not bool(flags_V.any()):
+                raise ValueError(f"delimiters={self.delimiters!r}: no token of {backbone.name} consists of these")
+            self.delimiter_V = flags_V.to(backbone.device)
+
+    def choose(self, canvas, seen, candidates_BL: Tensor) -> Tensor:
+        where_BK, real_BK = pack_left(candidates_BL)
+        length_B = adaptive_length(seen.margin_BL.gather(1, where_BK), candidates_BL.sum(dim=1), self.alpha, self.beta)
+        if self.snap:
+            j_K = torch.arange(1, where_BK.shape[1] + 1, device=where_BK.device)
+            at_BK = self.delimiter_V[seen.top1_BL.gather(1, where_BK)] & real_BK
+            at_BK &= (j_K <= length_B[:, None]) & (length_B[:, None] - j_K <= self.window)
+            length_B = (at_BK * j_K).amax(dim=1)
+        length_B = length_B.clamp_min(self.l_min)
+        return candidates_BL & (candidates_BL.cumsum(dim=1) <= length_B[:, None])
+
+
+class ScatteredMargin(_Sized):
+    """LSP's ablation of its topology (§4.3.3): L' positions from anywhere, the largest margins first."""
+
+    def choose(self, canvas, seen, candidates_BL: Tensor) -> Tensor:
+        where_BK, _ = pack_left(candidates_BL)
+        length_B = adaptive_length(seen.margin_BL.gather(1, where_BK), candidates_BL.sum(dim=1), self.alpha, self.beta)
+        return take(order_BL(seen.margin_BL, candidates_BL), length_B, candidates_BL)
+
+
+class FixedPrefix(Rule):
+    """LSP's ablation of its adaptive size (§4.3.1): the next `k` from the left."""
+
+    contiguous_only = True
+
+    def __init__(self, k: int = 4):
+        if k < 1:
+            raise ValueError(f"k={k}: a step commits at least 1 position")
+        self.k = k
+
+    def choose(self, canvas, seen, candidates_BL: Tensor) -> Tensor:
+        return candidates_BL & (candidates_BL.cumsum(dim=1) <= self.k)
