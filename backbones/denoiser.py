@@ -8,6 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 
 from backbones.bidirectional import padding_inputs
 from backbones.checkpoint import fingerprint
+from backbones.kv_cache import IndexedCache
 from backbones.llada import load_model, read_config
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -56,6 +57,47 @@ class TransformersBackbone:
         inputs = padding_inputs(pad_B, tokens_BT.shape[1])
         hidden_BTd = self.model.model(input_ids=tokens_BT, use_cache=False, **inputs).last_hidden_state
         return self.model.lm_head(hidden_BTd[asked_BT])
+
+    def new_cache(self, rows: int, length: int) -> IndexedCache:
+        """An empty cache for `rows` rows of up to `length` real positions each."""
+        return IndexedCache(self.model.config.num_hidden_layers, rows, length)
+
+    @torch.inference_mode()
+    def cached_logits(
+        self,
+        tokens_BT: Tensor,
+        pad_B: Tensor,
+        asked_BT: Tensor,
+        compute_BT: Tensor,
+        rows_B: Tensor,
+        cache: IndexedCache,
+    ) -> Tensor:
+        """Logits at the asked positions of the rows in `rows_B` (bool), computing only `compute_BT` of them.
+
+        `asked_BT` must lie within `compute_BT`. What is computed is written to the cache; everything else of those
+        rows is read from it. The result is that of `logits` where every real position is computed.
+        """
+        rows_R = rows_B.nonzero()[:, 0]
+        pad_R1 = pad_B[rows_R][:, None]
+        column_RK, valid_RK = _pack(compute_BT[rows_R])
+        position_RK = (column_RK - pad_R1).clamp_min(0)
+        cache.aim(rows_R, position_RK, valid_RK)
+        real_RS = torch.arange(cache.length, device=pad_B.device) < tokens_BT.shape[1] - pad_R1
+        hidden_RKd = self.model.model(
+            input_ids=tokens_BT[rows_R].gather(1, column_RK),
+            position_ids=position_RK,
+            attention_mask=real_RS[:, None, None, :].expand(-1, 1, column_RK.shape[1], -1),
+            cache=cache,
+            use_cache=True,
+        ).last_hidden_state
+        return self.model.lm_head(hidden_RKd[asked_BT[rows_R].gather(1, column_RK) & valid_RK])
+
+
+def _pack(mask_RT: Tensor) -> tuple[Tensor, Tensor]:
+    """Columns (R, K) of the True entries in order, K the largest number in a row, and which of them are real."""
+    width = int(mask_RT.sum(dim=1).max())
+    column_RK = (~mask_RT).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
+    return column_RK, mask_RT.gather(1, column_RK)
 
 
 def load_llada(path: str, *, name: str, dtype: str = "float32", device: str = "cpu") -> TransformersBackbone:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from backbones.base import Backbone
+from infer.cache import StepCache
 from infer.canvas import Canvas, Completion, Request, generator_of
 from infer.observation import Observation, observe
 from infer.rules import Method
@@ -86,12 +87,14 @@ class Decoder:
         self.observers = tuple(observers)
         self.needs = method.needs | extra_needs
         self.stop = STOP_RULES[method.stop]
+        self._new_cache()
         self.clock = Clock()
 
     @torch.inference_mode()
     def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Yields a completion for every request, in the order in which they finish."""
         waiting = iter(requests)
+        self._new_cache()
         canvas, entered, generators = None, {}, {}
         while True:
             with self._stage("bookkeeping"):
@@ -108,6 +111,7 @@ class Decoder:
         b = self.backbone
         canvas = Canvas.of(requests[: self.batch_size], self.gen_length, b.mask_id, b.eos_id, b.device)
         generators = {name: torch.Generator().manual_seed(0) for name in canvas.ids}
+        self._new_cache()
         for _ in range(forwards):
             if not bool(canvas.masked_BL.any(dim=1).all()):
                 break
@@ -129,10 +133,8 @@ class Decoder:
             if opens and block_rule.needs:
                 asked_BL = torch.where(opening_B[:, None], canvas.masked_BL, asked_BL)
                 needs = needs | block_rule.needs
-            asked_BT = torch.zeros_like(canvas.tokens_BT, dtype=torch.bool)
-            asked_BT[:, -self.gen_length :] = asked_BL
         with self._stage("backbone"):
-            logits_NV = self.backbone.logits(canvas.tokens_BT, canvas.pad_B, asked_BT)
+            logits_NV = self.step_cache.logits(canvas, opening_B, asked_BL)
         # 3. One pass over the logits gives all that anybody reads.
         with self._stage("observe"):
             uniform_BL = self._uniform(canvas, generators)
@@ -209,7 +211,11 @@ class Decoder:
                 for observer in self.observers:
                     observer.finished(completion)
             left = [row for row, still_open in enumerate(open_rows) if still_open]
+            self.step_cache.keep(left)
             return completions, canvas.keep(left) if left else None
+
+    def _new_cache(self) -> None:
+        self.step_cache = StepCache(self.backbone, self.method)
 
     def _uniform(self, canvas: Canvas, generators: dict[str, torch.Generator]) -> Tensor | None:
         if self.temperature == 0:

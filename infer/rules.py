@@ -11,6 +11,8 @@ from backbones.base import Backbone
 from infer.canvas import Canvas
 from infer.observation import Observation
 
+CACHES = ("none", "prefix", "dual")
+
 
 class BlockRule(Protocol):
     """Where: which positions form a row's next block.
@@ -19,11 +21,13 @@ class BlockRule(Protocol):
         needs: statistics it reads. Where empty, blocks are formed from the canvas alone, before the forward.
         has_router: whether its time counts as router time.
         contiguous: whether its blocks have no holes.
+        moving: whether a block's start moves while it is open, which matters to a cache.
     """
 
     needs: frozenset[str]
     has_router: bool
     contiguous: bool
+    moving: bool
 
     def bind(self, backbone: Backbone, gen_length: int) -> None:
         """Called once before decoding; raises ValueError where the rule does not fit the backbone or the length."""
@@ -66,6 +70,7 @@ class Rule:
     needs: frozenset[str] = frozenset()
     has_router = False
     contiguous = True
+    moving = False
     contiguous_only = False
 
     def bind(self, backbone: Backbone, gen_length: int) -> None:
@@ -74,17 +79,26 @@ class Rule:
 
 @dataclass(frozen=True)
 class Method:
-    """A named pair of answers to where and when, with filters and a stop rule."""
+    """A named pair of answers to where and when, with filters, a stop rule and a cache.
+
+    `cache` none, prefix or dual, and `refresh_every`, as in `infer.cache`.
+    """
 
     name: str
     block: BlockRule
     commit: CommitRule
     filters: Sequence[FilterRule] | Mapping[str, FilterRule] = field(default=())  # names are for configs only
     stop: str = "eos"
+    cache: str = "none"
+    refresh_every: int = 0
 
     def __post_init__(self):
         filters = self.filters.values() if isinstance(self.filters, Mapping) else self.filters
         object.__setattr__(self, "filters", tuple(filters))
+        if self.cache not in CACHES:
+            raise ValueError(f"cache={self.cache!r} is unknown; allowed: {', '.join(CACHES)}")
+        if self.refresh_every < 0:
+            raise ValueError(f"refresh_every={self.refresh_every}: need 0 (at block starts only) or more steps")
         if self.commit.contiguous_only and not self.block.contiguous:
             raise ValueError(
                 f"method {self.name!r}: commit rule {type(self.commit).__name__} commits a run from the left, which "

@@ -4,23 +4,34 @@ import pytest
 import torch
 
 from infer.canvas import STOPPED, Request
+from infer.filters import DilatedSpacing, NoEosFirst
 from infer.loop import Decoder
 from infer.rules import Method, Rule
+from infer.when.dilated import Dilated, DilatedCounts
+from infer.when.entropy_bound import EntropyBound
+from infer.when.factor import Factor
+from infer.when.local_leap import LocalLeap
 from infer.when.lps import Lps
 from infer.when.oracle import Oracle
+from infer.when.stable_prefix import FixedPrefix, ScatteredMargin, StablePrefix
 from infer.when.threshold import Threshold
 from infer.when.top_k import TopK
 from infer.where.fixed import Fixed
 from infer.where.full import Full
 from infer.where.lbs import Lbs
+from infer.where.suffix import Suffix
 from tests.conftest import BLOCK_LENGTH, GEN_LENGTH
 
-METHODS = ("sequential", "top_3", "threshold", "full", "lbs", "lps", "eb_decode", "oracle")
+METHODS = (
+    "sequential", "top_3", "threshold", "full", "lbs", "lps", "eb_decode", "oracle", "factor", "local_leap",
+    "eb_sampler", "dus", "dus_counts", "lsp", "lsp_fixed_prefix", "lsp_scattered", "random", "spaced",
+)  # fmt: skip
+CACHED = ("sequential", "threshold", "full", "eb_decode", "lsp", "dus_counts")
 
 
 @pytest.fixture
 def make_method(lbs, lps):
-    def make(name: str, stop: str = "eos") -> Method:
+    def make(name: str, stop: str = "eos", **settings) -> Method:
         fixed, learned = Fixed(BLOCK_LENGTH), Lbs(lbs, l_min=2, fallback=BLOCK_LENGTH)
         pairs = {
             "sequential": (fixed, TopK()),
@@ -31,8 +42,18 @@ def make_method(lbs, lps):
             "lps": (fixed, Lps(lps, tau=0.6)),
             "eb_decode": (learned, Lps(lps, tau=0.6)),
             "oracle": (fixed, Oracle()),
+            "factor": (fixed, Factor()),
+            "local_leap": (learned, LocalLeap(0.4, 2, 0.2)),
+            "eb_sampler": (fixed, EntropyBound(1.0)),
+            "dus": (fixed, Dilated()),
+            "dus_counts": (learned, DilatedCounts()),
+            "lsp": (Suffix(), StablePrefix()),
+            "lsp_fixed_prefix": (fixed, FixedPrefix()),
+            "lsp_scattered": (Suffix(), ScatteredMargin()),
+            "random": (fixed, TopK(2, "random")),
+            "spaced": (fixed, TopK(6), [DilatedSpacing(), NoEosFirst()]),
         }
-        return Method(name, *pairs[name], stop=stop)
+        return Method(name, *pairs[name], stop=stop, **settings)
 
     return make
 
@@ -70,6 +91,83 @@ def test_a_row_does_not_depend_on_its_batch(backbone, make_method, requests, nam
             assert same(together[name_], alone[name_]), f"{name_} differs at batch {batch_size}"
     reordered, _ = decode(backbone, make_method(name, stop), requests[::-1], batch_size=5)
     assert all(same(reordered[i], alone[i]) for i in alone)
+
+
+@pytest.mark.parametrize("name", CACHED)
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_a_cached_row_does_not_depend_on_its_batch(backbone, make_method, requests, name, cache):
+    method = {"stop": "eos", "cache": cache, "refresh_every": 3}
+    alone, _ = decode(backbone, make_method(name, **method), requests, batch_size=1)
+    together, _ = decode(backbone, make_method(name, **method), requests, batch_size=5)
+    assert all(same(together[i], alone[i]) for i in alone)
+
+
+@pytest.mark.parametrize("name", CACHED)
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_a_cache_refreshed_each_step_is_no_cache(backbone, make_method, requests, name, cache):
+    plain, _ = decode(backbone, make_method(name), requests, batch_size=5)
+    fresh, _ = decode(backbone, make_method(name, cache=cache, refresh_every=1), requests, batch_size=5)
+    stale, decoder = decode(backbone, make_method(name, cache=cache), requests, batch_size=5)
+    assert all(same(plain[i], fresh[i]) for i in plain)
+    # Guards the line above: without refreshing the cache is stale, and fewer positions are computed.
+    assert not all(same(plain[i], stale[i]) for i in plain) or name == "full"
+    assert all(len(c.tokens) == GEN_LENGTH for c in stale.values())
+
+
+class Logging:
+    """A backbone that keeps what it was asked and what it answered."""
+
+    def __init__(self, backbone):
+        self.__dict__.update(backbone.__dict__)
+        self.backbone, self.embedding, self.calls = backbone, backbone.embedding, []
+
+    def new_cache(self, rows, length):
+        return self.backbone.new_cache(rows, length)
+
+    def cached_logits(self, tokens_BT, pad_B, asked_BT, compute_BT, rows_B, cache):
+        found = self.backbone.cached_logits(tokens_BT, pad_B, asked_BT, compute_BT, rows_B, cache)
+        plain = self.backbone.logits(tokens_BT, pad_B, asked_BT & rows_B[:, None])
+        self.calls.append((compute_BT & rows_B[:, None], rows_B, pad_B, float((found - plain).abs().max())))
+        return found
+
+
+@pytest.mark.parametrize("name", CACHED)
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_what_a_cached_step_computes(backbone, make_method, requests, name, cache):
+    """A block's first forward equals the uncached one; the others compute the block, or from its start on, alone."""
+    watched = Logging(backbone)
+    decode(watched, make_method(name, "full_length", cache=cache), requests[:1], batch_size=1)
+    first_of_block = [i for i, call in enumerate(watched.calls) if call[0].all()]
+    assert 0 in first_of_block
+    assert all(watched.calls[i][3] < 1e-4 for i in first_of_block)
+    partial = [call[0][0, -GEN_LENGTH:] for call in watched.calls if not call[0].all()]
+    if name == "full" and cache == "prefix":
+        assert all(p.all() for p in partial)
+    for computed in partial:
+        last = int(computed.nonzero()[-1])
+        if cache == "prefix" or name in ("full", "lsp"):
+            assert computed[int(computed.nonzero()[0]) :].all() and last == GEN_LENGTH - 1
+        else:
+            assert computed.sum() <= BLOCK_LENGTH if name in ("sequential", "threshold") else computed.any()
+    if name == "lsp":
+        starts = [int(p.nonzero()[0]) for p in partial]
+        assert starts == sorted(starts) and starts[-1] > 0, "the cached prefix grows"
+    assert max(call[3] for call in watched.calls) > 1e-3 or len(partial) == 0, (
+        "a cache without staleness caches nothing"
+    )
+
+
+def test_cache_settings_are_named(make_method):
+    with pytest.raises(ValueError, match="cache='paged'.*prefix"):
+        make_method("threshold", cache="paged")
+    with pytest.raises(ValueError, match="refresh_every=-1"):
+        make_method("threshold", refresh_every=-1)
+
+
+def test_a_backbone_without_cache_says_so(backbone, make_method):
+    stub = SayingEos(backbone, others=())
+    with pytest.raises(ValueError, match="cache=dual.*has no cache"):
+        Decoder(stub, make_method("threshold", cache="dual"), gen_length=GEN_LENGTH)
 
 
 def test_rows_finish_at_different_steps(backbone, make_method, requests):
