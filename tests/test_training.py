@@ -1,6 +1,7 @@
 """Data of the trainings: masking, splits, shuffles, padding; the optimiser; the backbone's training from end to end."""
 
 import csv
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from backbones.denoiser import load_llada
+from train.copying_init import start_from_copying
 from train.denoiser import Denoiser
 from train.denoiser_data import (
     DenoisingBatches,
@@ -22,6 +24,7 @@ from train.denoiser_data import (
     make_batch,
     two_stream_batch,
 )
+from train.drills import LARGEST, Drills, drill
 from train.hardware import resolve_precision
 from train.optim import MuonAdamW, orthogonalise
 from train.trace_data import EpochShuffle, pad_table, split_trajectories
@@ -125,6 +128,64 @@ def test_two_streams_ask_every_token_from_those_before_it_and_leak_nothing():
         sizes = torch.unique(before[row].sum(1), return_counts=True)
         assert sizes[0].tolist() == [0, *sizes[1].cumsum(0)[:-1].tolist()]
     assert len({int(b.sum()) for b in beside}) > 1, "rows draw groups of different sizes"
+
+
+def test_drills_are_right_and_small(tokenizer):
+    """Every line is true, every label and expression is in the prompt, and the last value is the answer."""
+    words, rng = ["apples", "pears", "Ann", "Bob", "days", "nuts", "eggs", "cups"], np.random.default_rng(0)
+    for _ in range(300):
+        prompt, solution = drill(words, rng)
+        *lines, answer = re.split(r"\n|, |\. ", solution)
+        items = re.split(r"\n|, |\. ", prompt)
+        assert sorted(line.partition(" = ")[0] for line in lines) == sorted(items)
+        for line in lines:
+            left, _, value = line.partition(" = ")
+            expression = left.partition(" ")[2].replace("x", "*")
+            result = int(value) if value else int(expression)
+            assert result == eval(expression) and 0 <= result <= LARGEST
+            assert all(int(n) <= LARGEST for n in re.findall(r"\d+", expression))
+        assert answer == f"#### {result}"
+    drills = Drills(tokenizer)
+    prompt, solution = drills.draw(np.random.default_rng(1))
+    assert len(drills.words) > 20 and "####" in tokenizer.decode(solution.tolist())
+    again = drills.draw(np.random.default_rng(1))
+    assert prompt.tolist() == again[0].tolist() and solution.tolist() == again[1].tolist()
+
+
+def test_a_share_of_the_batches_is_drills(tokenizer):
+    items = examples(64)
+    for share in (0.0, 0.5, 1.0):
+        batches = iter(DenoisingBatches(items, masking(), 8, seed=0, drills=Drills(tokenizer), drill_share=share))
+        user = tokenizer.convert_tokens_to_ids("<|user|>")  # no example has it
+        found = np.mean([bool((next(batches).clean_BT == user).any()) for _ in range(60)])
+        assert abs(found - share) < 0.2
+    with pytest.raises(ValueError, match="data.drills=1.5"):
+        DenoisingBatches(items, masking(), 8, seed=0, drill_share=1.5)
+
+
+def test_a_model_starts_from_copying():
+    """In a sequence that repeats itself, a masked token is among the likeliest from the first step on."""
+
+    def mean_rank(model):
+        ids = torch.randint(10, 500, (16, 30), generator=torch.Generator().manual_seed(1)).repeat(1, 2)
+        truth = ids[:, 45].clone()
+        ids[:, 45] = MASK
+        attend = torch.ones(16, 1, 60, 60, dtype=torch.bool)
+        with torch.no_grad():
+            logits = model(input_ids=ids, attention_mask=attend, use_cache=False).logits[:, 45]
+        return float((logits > logits.gather(1, truth[:, None])).sum(1).float().mean())
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=500, hidden_size=128, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4
+    )
+    model = LlamaForCausalLM(config).eval()
+    assert mean_rank(model) > 150
+    start_from_copying(model, MASK, seed=0)
+    assert mean_rank(model) < 25
+    small = LlamaForCausalLM(LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=9))
+    with pytest.raises(ValueError, match="copying_init.*3 layers"):
+        start_from_copying(small, MASK, seed=0)
 
 
 def test_weights_of_nothing_are_refused():

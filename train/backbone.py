@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 from backbones.llada import load_model, new_model, save_checkpoint
 from train.backbone_setup import last_checkpoint, make_config, make_loaders, make_masking, make_tokenizer
+from train.copying_init import start_from_copying
 from train.denoiser import Denoiser
 from train.hardware import resolve_precision
 
@@ -31,6 +32,8 @@ def main(cfg: DictConfig) -> None:
     tokenizer.save_pretrained(out / "tokenizer")
     config = make_config(cfg, tokenizer)
     model = load_model(Path(cfg.model.init), torch.float32) if cfg.model.init else new_model(config)
+    if cfg.model.copying_init and not cfg.model.init:
+        start_from_copying(model, tokenizer.mask_token_id, cfg.seed)
     masking = make_masking(cfg, tokenizer)
     optim = {k: v for k, v in cfg.optim.items() if k not in ("clip", "val_every")}
     module = Denoiser(model, digit_ids=masking.digit_ids, eos_id=masking.eos_id, **optim)

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from backbones.llada_format import llada_config
 from tasks.gsm_symbolic import GsmSymbolic
 from train.denoiser_data import DenoisingBatches, Example, Masking, make_batch
-from train.tokenizer_bpe import train_tokenizer
+from train.drills import Drills
+from train.tokenizer_bpe import digit_ids, train_tokenizer
 
 
 def make_tokenizer(cfg: DictConfig) -> PreTrainedTokenizerFast:
@@ -37,34 +38,39 @@ def tokenise(tokenizer, problems, count: int, gen_length: int, label: str) -> li
 
 
 def make_masking(cfg: DictConfig, tokenizer, **changes) -> Masking:
-    digits = tuple(tokenizer.convert_tokens_to_ids(str(d)) for d in range(10))
+    digits = digit_ids(tokenizer)
     settings = {**cfg.masking, **changes}
     return Masking(mask_id=tokenizer.mask_token_id, eos_id=tokenizer.eos_token_id, digit_ids=digits, **settings)
 
 
 def make_loaders(cfg: DictConfig, tokenizer, first: int) -> tuple[DataLoader, list[DataLoader]]:
-    """The endless training loader from batch `first` on, and four validation loaders of fixed masks.
+    """The endless training loader from batch `first` on, and five validation loaders of fixed masks.
 
-    Validation masks uniformly at ratios 0.25, 0.5 and 0.75, and block-wise.
+    Validation masks held-out problems uniformly at ratios 0.25, 0.5 and 0.75, and block-wise, and drills at 0.5.
     """
     task = GsmSymbolic(cfg.data.templates, cfg.data.max_number)
     length = cfg.masking.gen_length
     train = tokenise(tokenizer, task.problems("train"), cfg.data.examples, length, "training problems")
     held_out = tokenise(tokenizer, task.problems("validation"), 192, length, "validation problems")
     held_out = held_out[: len(held_out) // 48 * 48]
-    batches = DenoisingBatches(train, make_masking(cfg, tokenizer), cfg.data.batch_size, cfg.seed, first)
+    drills = Drills(tokenizer)
+    batches = DenoisingBatches(
+        train, make_masking(cfg, tokenizer), cfg.data.batch_size, cfg.seed, first, drills, cfg.data.drills
+    )
+    rng = np.random.default_rng(0)
+    exercises = [Example(*drills.draw(rng)) for _ in range(96)]
     loaders = [DataLoader(batches, batch_size=None)]
-    for i, ratio in enumerate((0.25, 0.5, 0.75, None)):
+    for i, (items, ratio) in enumerate([*((held_out, r) for r in (0.25, 0.5, 0.75, None)), (exercises, 0.5)]):
         masking = make_masking(cfg, tokenizer, blockwise=float(ratio is None), full_tail=0.0, two_stream=0.0)
         rng = np.random.default_rng(i)
-        fixed = [make_batch(held_out[j : j + 48], masking, rng, ratio) for j in range(0, len(held_out), 48)]
+        fixed = [make_batch(items[j : j + 48], masking, rng, ratio) for j in range(0, len(items), 48)]
         loaders.append(DataLoader(fixed, batch_size=None))
     return loaders[0], loaders[1:]
 
 
 def make_config(cfg: DictConfig, tokenizer) -> dict:
     """`config.json` in LLaDA's format for the settings in `model`."""
-    sizes = {k: v for k, v in cfg.model.items() if k not in ("init", "vocab_size")}
+    sizes = {k: v for k, v in cfg.model.items() if k not in ("init", "copying_init", "vocab_size")}
     return llada_config(
         vocab_size=len(tokenizer),
         mask_token_id=tokenizer.mask_token_id,

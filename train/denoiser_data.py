@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from train.drills import Drills
+
 
 @dataclass(frozen=True)
 class Example:
@@ -179,12 +181,25 @@ def two_stream_batch(examples: list[Example], masking: Masking, rng: np.random.G
 class DenoisingBatches(torch.utils.data.IterableDataset):
     """Endless batches, epoch after epoch; batch `n` is a function of the seed and `n` alone, so a run resumes exactly.
 
-    `first` is the number of batches already consumed.
+    `first` is the number of batches already consumed. A share `drill_share` of the batches is made of `drills`
+    instead of examples.
     """
 
-    def __init__(self, examples: list[Example], masking: Masking, batch_size: int, seed: int, first: int = 0):
+    def __init__(
+        self,
+        examples: list[Example],
+        masking: Masking,
+        batch_size: int,
+        seed: int,
+        first: int = 0,
+        drills: Drills | None = None,
+        drill_share: float = 0.0,
+    ):
+        if not 0 <= drill_share <= 1:
+            raise ValueError(f"data.drills={drill_share}: need a share in [0, 1]")
         self.examples, self.masking = examples, masking
         self.batch_size, self.seed, self.first = batch_size, seed, first
+        self.drills, self.drill_share = drills, drill_share
 
     def __iter__(self) -> Iterator[DenoisingBatch]:
         per_epoch = len(self.examples) // self.batch_size
@@ -195,5 +210,9 @@ class DenoisingBatches(torch.utils.data.IterableDataset):
             for indices in order[n % per_epoch :]:
                 rng = np.random.default_rng((self.seed, 1, n))
                 make = two_stream_batch if rng.random() < self.masking.two_stream else make_batch
-                yield make([self.examples[i] for i in indices], self.masking, rng)
+                if rng.random() < self.drill_share:
+                    chosen = [Example(*self.drills.draw(rng)) for _ in indices]
+                else:
+                    chosen = [self.examples[i] for i in indices]
+                yield make(chosen, self.masking, rng)
                 n += 1

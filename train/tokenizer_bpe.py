@@ -1,8 +1,11 @@
-"""Trains the tokenizer of an embedded backbone: byte-level BPE, digits one by one, LLaDA's special tokens."""
+"""Trains the tokenizer of an embedded backbone: byte-level BPE, digits one by one, LLaDA's special tokens.
+
+A number's first digit takes the space before it along, as words do: one token less for each number.
+"""
 
 from collections.abc import Iterable
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 BOS, EOS, PAD, MASK = "<|startoftext|>", "<|endoftext|>", "<|pad|>", "<|mdm_mask|>"
@@ -18,11 +21,17 @@ CHAT_TEMPLATE = (
 )
 
 
+def digit_ids(tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
+    """Ids of the digits, with and without a space before them."""
+    ids = tokenizer.convert_tokens_to_ids([f"{space}{d}" for space in ("", "Ġ") for d in range(10)])
+    return tuple(i for i in ids if i is not None)
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE of at most `vocab_size` entries with the six special tokens first (ids 0 to 5)."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [pre_tokenizers.Split(Regex(r" ?\d"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
