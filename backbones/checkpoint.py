@@ -5,6 +5,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -32,26 +33,55 @@ def weight_files(folder: Path) -> list[Path]:
 def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of everything stored in `folder`, one at a time."""
     for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as shard:
-                for name in shard.keys():  # noqa: SIM118 - safe_open has no __iter__
-                    yield name, shard.get_tensor(name)
-        except SafetensorError as error:
-            raise ValueError(f"backbone.path={folder}: {file.name} is damaged or truncated: {error}") from error
+        with _opened(file, folder) as shard:
+            for name in shard.keys():  # noqa: SIM118 - safe_open has no __iter__
+                yield name, shard.get_tensor(name)
+
+
+def headers(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and safetensors dtype of every stored tensor, read from the files' headers alone."""
+    found = {}
+    for file in weight_files(folder):
+        with _opened(file, folder) as shard:
+            for name in shard.keys():  # noqa: SIM118 - safe_open has no __iter__
+                part = shard.get_slice(name)
+                found[name] = tuple(part.get_shape()), part.get_dtype()
+    return found
 
 
 def fingerprint(folder: Path) -> str:
     """16 hex digits over the name, shape, dtype and first 64 KiB of every stored tensor.
 
-    Independent of how tensors are spread over shards, and quick for checkpoints of many gigabytes.
+    Independent of how tensors are spread over shards, and quick for checkpoints of many gigabytes: no more than that
+    is read.
     """
     parts = {}
-    for name, tensor in tensors(folder):
-        head = tensor.flatten()[: FINGERPRINT_BYTES // tensor.element_size()].contiguous()
-        digest = hashlib.sha256(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
-        digest.update(head.view(torch.uint8).numpy().tobytes())
-        parts[name] = digest.digest()
+    for file in weight_files(folder):
+        with _opened(file, folder) as shard:
+            for name in shard.keys():  # noqa: SIM118 - safe_open has no __iter__
+                head, shape = _head(shard.get_slice(name))
+                digest = hashlib.sha256(f"{name} {shape} {head.dtype} ".encode())
+                digest.update(head.view(torch.uint8).numpy().tobytes())
+                parts[name] = digest.digest()
     return hashlib.sha256(b"".join(parts[name] for name in sorted(parts))).hexdigest()[:16]
+
+
+def _head(part) -> tuple[Tensor, tuple[int, ...]]:
+    """The first `FINGERPRINT_BYTES` of a stored tensor, flat, and its whole shape."""
+    shape = tuple(part.get_shape())
+    first = part[:1]
+    count = FINGERPRINT_BYTES // first.element_size()
+    rows = -(-count // max(1, first.numel()))
+    return part[:rows].flatten()[:count].contiguous(), shape
+
+
+@contextmanager
+def _opened(file: Path, folder: Path):
+    try:
+        with safe_open(file, framework="pt") as shard:
+            yield shard
+    except SafetensorError as error:
+        raise ValueError(f"backbone.path={folder}: {file.name} is damaged or truncated: {error}") from error
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:

@@ -1,22 +1,29 @@
 """A backbone made of a transformers decoder run bidirectionally."""
 
+import math
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Tokenizer
 
+from backbones import dream, llada
 from backbones.bidirectional import padding_inputs
-from backbones.checkpoint import fingerprint
+from backbones.checkpoint import fingerprint, headers
+from backbones.hub import find_checkpoint
 from backbones.kv_cache import IndexedCache
-from backbones.llada import load_model, read_config
+from backbones.loading import read_config
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class TransformersBackbone:
-    """`backbones.base.Backbone` over a Llama-like `model` (`.model` the trunk, `.lm_head` the head)."""
+    """`backbones.base.Backbone` over a Llama-like `model` (`.model` the trunk, `.lm_head` the head).
+
+    `shifted`: the hidden state at position i - 1 predicts position i, as in models made from autoregressive ones.
+    """
 
     def __init__(
         self,
@@ -28,7 +35,9 @@ class TransformersBackbone:
         eos_id: int,
         max_length: int,
         weights_hash: str,
+        shifted: bool = False,
     ):
+        self.shifted = shifted
         self.model, self.tokenizer, self.name = model.eval().requires_grad_(False), tokenizer, name
         self.mask_id, self.eos_id, self.max_length, self.fingerprint = mask_id, eos_id, max_length, weights_hash
         self.device, self.dtype = model.lm_head.weight.device, model.lm_head.weight.dtype
@@ -56,7 +65,11 @@ class TransformersBackbone:
     def logits(self, tokens_BT: Tensor, pad_B: Tensor, asked_BT: Tensor) -> Tensor:
         inputs = padding_inputs(pad_B, tokens_BT.shape[1])
         hidden_BTd = self.model.model(input_ids=tokens_BT, use_cache=False, **inputs).last_hidden_state
-        return self.model.lm_head(hidden_BTd[asked_BT])
+        return self.model.lm_head(hidden_BTd[self._predicting(asked_BT)])
+
+    def _predicting(self, asked_BT: Tensor) -> Tensor:
+        """The positions whose hidden states predict the asked ones; row-major order is the same."""
+        return torch.nn.functional.pad(asked_BT[:, 1:], (0, 1)) if self.shifted else asked_BT
 
     def new_cache(self, rows: int, length: int) -> IndexedCache:
         """An empty cache for `rows` rows of up to `length` real positions each."""
@@ -78,6 +91,9 @@ class TransformersBackbone:
         rows is read from it. The result is that of `logits` where every real position is computed.
         """
         rows_R = rows_B.nonzero()[:, 0]
+        predicting_BT = self._predicting(asked_BT)
+        if self.shifted:
+            compute_BT = compute_BT | predicting_BT
         pad_R1 = pad_B[rows_R][:, None]
         column_RK, valid_RK = _pack(compute_BT[rows_R])
         position_RK = (column_RK - pad_R1).clamp_min(0)
@@ -90,7 +106,7 @@ class TransformersBackbone:
             cache=cache,
             use_cache=True,
         ).last_hidden_state
-        return self.model.lm_head(hidden_RKd[asked_BT[rows_R].gather(1, column_RK) & valid_RK])
+        return self.model.lm_head(hidden_RKd[predicting_BT[rows_R].gather(1, column_RK) & valid_RK])
 
 
 def _pack(mask_RT: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,21 +116,78 @@ def _pack(mask_RT: Tensor) -> tuple[Tensor, Tensor]:
     return column_RK, mask_RT.gather(1, column_RK)
 
 
-def load_llada(path: str, *, name: str, dtype: str = "float32", device: str = "cpu") -> TransformersBackbone:
-    """The LLaDA checkpoint in folder `path` (relative: the working directory, then the repository)."""
+def load_llada(
+    path: str, *, name: str, dtype: str = "float32", device: str = "cpu", revision: str | None = None
+) -> TransformersBackbone:
+    """A LLaDA checkpoint: a folder (relative: the working directory, then the repository) or a hub id."""
+    folder = find_checkpoint(path, revision)
+    return _load(folder, llada.load_model, PreTrainedTokenizerFast, "max_sequence_length", name, dtype, device)
+
+
+def load_dream(
+    path: str, *, name: str, dtype: str = "float32", device: str = "cpu", revision: str | None = None
+) -> TransformersBackbone:
+    """A Dream or DiffuCoder checkpoint, as `load_llada`; its logits are shifted here, once."""
+    folder = find_checkpoint(path, revision)
+    return _load(folder, dream.load_model, Qwen2Tokenizer, "max_position_embeddings", name, dtype, device, shifted=True)
+
+
+def _load(
+    folder: Path,
+    load_model: Callable[[Path, torch.dtype, str], PreTrainedModel],
+    tokenizer_class: type[PreTrainedTokenizerBase],
+    length_field: str,
+    name: str,
+    dtype: str,
+    device: str,
+    shifted: bool = False,
+) -> TransformersBackbone:
     if dtype not in DTYPES:
         raise ValueError(f"backbone.dtype={dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
-    folder = Path(path).expanduser()
-    if not folder.is_absolute() and not folder.exists():
-        folder = REPOSITORY / folder
     config = read_config(folder)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    tokenizer = tokenizer_class.from_pretrained(folder, local_files_only=True)
+    mask_id = special_id(folder, config, "mask_token_id")
+    eos_id = special_id(folder, config, "eos_token_id")
+    check_memory(folder, DTYPES[dtype], device)
+    model = load_model(folder, DTYPES[dtype], device)
+    entries, width = max(tokenizer.get_vocab().values(), default=-1) + 1, model.lm_head.weight.shape[0]
+    if entries > width:
+        raise ValueError(f"backbone.path={folder}: the tokenizer has {entries} ids, the model only {width}")
     return TransformersBackbone(
-        load_model(folder, DTYPES[dtype], device),
-        PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True),
+        model,
+        tokenizer,
         name=name,
-        mask_id=config["mask_token_id"],
-        eos_id=config["eos_token_id"],
-        max_length=config["max_sequence_length"],
+        mask_id=mask_id,
+        eos_id=eos_id,
+        max_length=config[length_field],
         weights_hash=fingerprint(folder),
+        shifted=shifted,
     )
+
+
+def special_id(folder: Path, config: dict, field: str) -> int:
+    """`config[field]`, checked against the vocabulary."""
+    found = config.get(field)
+    if not isinstance(found, int):
+        raise ValueError(f"backbone.path={folder}: config.json has no {field}")
+    size = config.get("embedding_size") or config["vocab_size"]
+    if not 0 <= found < size:
+        raise ValueError(f"backbone.path={folder}: {field}={found} is outside the vocabulary of {size}")
+    return found
+
+
+def check_memory(folder: Path, dtype: torch.dtype, device: str) -> None:
+    """Refuses weights that cannot fit the device, before any is read."""
+    numbers = sum(math.prod(shape) for shape, _ in headers(folder).values())
+    needed = numbers * dtype.itemsize
+    if str(device).startswith("cuda"):
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > free:
+        raise ValueError(
+            f"backbone.path={folder}: {numbers:,} parameters in {str(dtype).removeprefix('torch.')} need "
+            f"{needed / 2**30:.1f} GiB, and {device} has {free / 2**30:.1f} GiB free; try backbone.dtype=bfloat16 or "
+            "another backbone.device"
+        )

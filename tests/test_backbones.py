@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from backbones.bidirectional import padding_inputs
 from backbones.checkpoint import fingerprint, write_atomically
 from backbones.denoiser import load_llada
-from backbones.llada import load_model, read_config
+from backbones.llada import load_model
 from backbones.llada_format import llama_config, to_llada_name, to_llama_name
+from backbones.loading import read_config
 
 
 def test_every_tensor_has_one_llada_name(backbone):

@@ -1,0 +1,31 @@
+"""Where a checkpoint lies: a local folder, or the Hugging Face hub's cache, downloaded once."""
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+NEEDED = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+
+
+def find_checkpoint(path: str, revision: str | None = None) -> Path:
+    """The folder of `path`: as given, or relative to the repository, or else a hub id such as `GSAI-ML/LLaDA-8B-Base`.
+
+    Nothing of it is ever executed: code in a checkpoint is not downloaded.
+    """
+    folder = Path(path).expanduser()
+    for candidate in (folder, REPOSITORY / folder):
+        if candidate.is_dir():
+            return candidate
+    if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
+        raise ValueError(f"backbone.path={path}: no such folder; give one, or a hub id such as GSAI-ML/LLaDA-8B-Base")
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=NEEDED))
+    except RepositoryNotFoundError as error:
+        raise ValueError(f"backbone.path={path}: neither a folder here nor a repository on the hub") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ValueError(
+            f"backbone.path={path}: no such folder, nothing cached under this hub id, and the hub cannot be reached "
+            f"({type(error).__name__}); give the folder of a downloaded checkpoint: backbone.path=/path/to/it"
+        ) from error

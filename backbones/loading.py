@@ -1,0 +1,61 @@
+"""A checkpoint folder's tensors into a transformers model, one by one."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from backbones.bidirectional import make_bidirectional
+from backbones.checkpoint import tensors
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"backbone.path={folder}: no config.json there; give the folder of a checkpoint")
+    try:
+        return json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"backbone.path={folder}: config.json is damaged: {error}") from error
+
+
+def load_tensors(
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    new_name: Callable[[str], str] = lambda name: name,
+    stored_name: Callable[[str], str] = lambda name: name,
+) -> PreTrainedModel:
+    """A bidirectional `model_class` with the weights of `folder`.
+
+    Tensors are read and copied one by one, so the peak is about the weights' own size. `new_name` gives a stored
+    tensor's name in `model_class`, `stored_name` is its inverse. ValueError where a tensor is missing, left over, or
+    of another shape.
+    """
+    with torch.device("meta"):
+        model = model_class(config)
+    # `to_empty` keeps tensors untouched until each is loaded; buffers are rebuilt since they are not stored.
+    model.to(dtype).to_empty(device=device)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
+    wanted = dict(model.named_parameters())
+    tied = bool(config.tie_word_embeddings)
+    left = set(wanted) - ({"lm_head.weight"} if tied else set())
+    for name, tensor in tensors(folder):
+        new = new_name(name)
+        if tied and new == "lm_head.weight":
+            continue  # some checkpoints store the tied matrix twice
+        if new not in wanted or wanted[new].shape != tensor.shape:
+            raise ValueError(f"backbone.path={folder}: {name} {tuple(tensor.shape)} does not fit config.json")
+        with torch.no_grad():
+            wanted[new].copy_(tensor)
+        left.discard(new)
+    if left:
+        raise ValueError(f"backbone.path={folder}: tensors are missing: {sorted(map(stored_name, left))[:5]}")
+    if tied:
+        model.tie_weights()
+    return make_bidirectional(model).eval()

@@ -1,0 +1,199 @@
+"""Dream checkpoints: a random one in the published format, its shift, caches, and the whole pipeline's view of it."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import Qwen2ForCausalLM
+
+from backbones.denoiser import load_dream
+from backbones.dream import new_model
+from backbones.dream_format import qwen2_config
+from infer.canvas import Request
+from infer.loop import Decoder
+from infer.rules import Method
+from infer.when.threshold import Threshold
+from infer.where.fixed import Fixed
+
+GEN_LENGTH = 24
+
+
+def dream_config(tokenizer, **changes):
+    return {
+        "model_type": "Dream",
+        "architectures": ["DreamModel"],
+        "vocab_size": len(tokenizer) + 7,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "mask_token_id": tokenizer.mask_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.eos_token_id,
+        **changes,
+    }
+
+
+def save_dream(folder, tokenizer, dtype=torch.float32, **changes):
+    """A random Dream in two shards with vocab.json and merges.txt, as published."""
+    torch.manual_seed(5)
+    config = dream_config(tokenizer, **changes)
+    model = new_model(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=0.5)
+            elif "bias" in name:
+                parameter.normal_(std=0.3)
+    state = {n: p.detach().to(dtype).clone() for n, p in model.named_parameters()}
+    folder.mkdir(parents=True, exist_ok=True)
+    names = sorted(state)
+    index = {}
+    for i, part in enumerate((names[:9], names[9:]), start=1):
+        file = f"model-0000{i}-of-00002.safetensors"
+        save_file({n: state[n] for n in part}, folder / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer.backend_tokenizer.model.save(str(folder))
+    added = {
+        str(i): {
+            "content": t,
+            "special": True,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "single_word": False,
+        }
+        for t, i in tokenizer.get_vocab().items()
+        if t.startswith("<|")
+    }
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "DreamTokenizer",
+                "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
+                "added_tokens_decoder": added,
+                "bos_token": tokenizer.bos_token,
+                "eos_token": tokenizer.eos_token,
+                "pad_token": tokenizer.eos_token,
+                "mask_token": tokenizer.mask_token,
+                "chat_template": tokenizer.chat_template,
+            }
+        )
+    )
+    return folder, model.eval()
+
+
+@pytest.fixture(scope="module")
+def dream(tmp_path_factory, tokenizer):
+    folder, model = save_dream(tmp_path_factory.mktemp("dream") / "d", tokenizer)
+    return load_dream(str(folder), name="dream"), model
+
+
+def test_real_dream_7b_shapes(tokenizer):
+    """Dream-7B's published config on the meta device."""
+    config = dream_config(
+        tokenizer, vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+        num_attention_heads=28, num_key_value_heads=4, max_position_embeddings=131072,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(qwen2_config(config))
+    assert sum(p.numel() for p in model.parameters()) == 7_615_616_512
+    names = {n for n, _ in model.named_parameters()}
+    assert len(names) == 3 + 28 * 12
+    assert {f"model.layers.0.self_attn.{p}_proj.bias" for p in "qkv"} <= names
+    assert "model.layers.0.self_attn.o_proj.bias" not in names
+
+
+def test_logits_are_shifted_once(dream):
+    """The logits at position i are the head's at position i - 1, for rows with and without padding."""
+    backbone, model = dream
+    ids = torch.randint(10, 300, (1, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        plain = model(input_ids=ids, attention_mask=torch.ones(1, 1, 20, 20, dtype=torch.bool), use_cache=False).logits[
+            0
+        ]
+    asked = torch.zeros(2, 23, dtype=torch.bool)
+    asked[0, [4, 9, 22]] = True
+    asked[1, [5, 6]] = True
+    padded = torch.nn.functional.pad(ids, (3, 0)).repeat(2, 1)
+    found = backbone.logits(padded, torch.tensor([3, 3]), asked)
+    torch.testing.assert_close(found, plain[[0, 5, 18, 1, 2]], atol=1e-4, rtol=1e-4)
+
+
+def test_tokenizer_without_remote_code(dream, tokenizer):
+    backbone, _ = dream
+    assert backbone.encode("How many?") == tuple(
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": "How many?"}], add_generation_prompt=True, return_dict=False
+        )
+    )
+    assert set(range(len(tokenizer), len(tokenizer) + 7)) <= set(backbone.forbidden_ids.tolist())
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+def test_decoding_in_batches_and_with_caches(dream, cache):
+    backbone, _ = dream
+    requests = [Request(str(i), tuple(range(20, 20 + n))) for i, n in enumerate((3, 9, 1, 14))]
+
+    def decode(batch_size, **settings):
+        method = Method("m", Fixed(8), Threshold(0.3), stop="full_length", **settings)
+        decoder = Decoder(backbone, method, gen_length=GEN_LENGTH, batch_size=batch_size)
+        return {c.id: (c.tokens.tolist(), c.nfe) for c in decoder.run(requests)}
+
+    alone = decode(1, cache=cache)
+    assert decode(3, cache=cache) == alone
+    assert len({nfe for _, nfe in alone.values()}) > 1 or len({tuple(t) for t, _ in alone.values()}) > 1
+    assert decode(3, cache=cache, refresh_every=1) == decode(1)
+
+
+def test_tied_half_precision_checkpoints(tmp_path, tokenizer):
+    folder, model = save_dream(tmp_path / "tied", tokenizer, torch.bfloat16, tie_word_embeddings=True)
+    backbone = load_dream(str(folder), name="tied", dtype="float32")
+    assert backbone.model.lm_head.weight.data_ptr() == backbone.embedding.data_ptr()
+    torch.testing.assert_close(backbone.embedding, model.model.embed_tokens.weight.bfloat16().float())
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_type": "qwen2"}, "model_type='qwen2'.*Dream"),
+        ({"use_sliding_window": True}, "use_sliding_window=True"),
+        ({"mask_token_id": None}, "no mask_token_id"),
+        ({"mask_token_id": 10**6}, "mask_token_id=1000000 is outside"),
+        ({"eos_token_id": -1}, "eos_token_id=-1 is outside"),
+    ],
+)
+def test_bad_configs_are_named(tmp_path, tokenizer, changes, named):
+    folder, _ = save_dream(tmp_path / "bad", tokenizer)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ValueError, match=named):
+        load_dream(str(folder), name="bad")
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, tokenizer):
+    folder, _ = save_dream(tmp_path / "small", tokenizer, vocab_size=len(tokenizer) - 2)
+    with pytest.raises(ValueError, match=f"tokenizer has {len(tokenizer)} ids, the model only {len(tokenizer) - 2}"):
+        load_dream(str(folder), name="small")
+
+
+def test_weights_too_large_for_memory_are_refused_before_reading(tmp_path, tokenizer, monkeypatch):
+    folder, _ = save_dream(tmp_path / "large", tokenizer)
+    monkeypatch.setattr("os.sysconf", lambda name: 8)
+    with pytest.raises(ValueError, match="GiB free; try backbone.dtype=bfloat16"):
+        load_dream(str(folder), name="large")
+
+
+def test_an_unreachable_hub_says_how_to_pass_a_folder():
+    with pytest.raises(ValueError, match="no such folder; give one"):
+        load_dream("no/such/folder/here", name="x")
+    with pytest.raises(ValueError, match="hub cannot be reached.*backbone.path=/path/to/it"):
+        load_dream("Dream-org/Dream-v0-Instruct-7B", name="x")
