@@ -1,6 +1,10 @@
 """Dream checkpoints: a random one in the published format, its shift, caches, and the whole pipeline's view of it."""
 
 import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,14 +12,17 @@ from safetensors.torch import save_file
 from transformers import Qwen2ForCausalLM
 
 from backbones.denoiser import load_dream
+from backbones.describe import expected_shapes, mapping_faults, memory
 from backbones.dream import new_model
 from backbones.dream_format import qwen2_config
+from backbones.llada_format import llama_config, to_llada_name
 from infer.canvas import Request
 from infer.loop import Decoder
 from infer.rules import Method
 from infer.when.threshold import Threshold
 from infer.where.fixed import Fixed
 
+ROOT = Path(__file__).resolve().parents[1]
 GEN_LENGTH = 24
 
 
@@ -197,3 +204,49 @@ def test_an_unreachable_hub_says_how_to_pass_a_folder():
         load_dream("no/such/folder/here", name="x")
     with pytest.raises(ValueError, match="hub cannot be reached.*backbone.path=/path/to/it"):
         load_dream("Dream-org/Dream-v0-Instruct-7B", name="x")
+
+
+def describe(folder, *overrides):
+    command = [sys.executable, str(ROOT / "backbones" / "describe.py"), f"backbone.path={folder}", *overrides]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_describe_reads_a_checkpoint_of_each_format(tmp_path, tokenizer, backbone_folder):
+    folder, model = save_dream(tmp_path / "d", tokenizer)
+    shown = describe(folder, "backbone=dream_7b_instruct")
+    assert shown.returncode == 0, shown.stderr
+    assert f"{sum(p.numel() for p in model.parameters()):,} parameters" in shown.stdout
+    assert "all fit" in shown.stdout and "shifted" in shown.stdout and "local_leap_tau 0.8" in shown.stdout
+    assert "<|mdm_mask|>" in shown.stdout
+    shown = describe(backbone_folder)
+    assert shown.returncode == 0 and "all fit" in shown.stdout and "in place" in shown.stdout
+
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    assert "shards named by the index are missing" in describe(folder, "backbone=dream_7b_instruct").stderr
+    config = json.loads((backbone_folder / "config.json").read_text())
+    other = tmp_path / "other"
+    shutil.copytree(backbone_folder, other)
+    (other / "config.json").write_text(json.dumps({**config, "n_layers": 3}))
+    shown = describe(other)
+    assert shown.returncode != 0 and "blocks.2" not in shown.stdout and "do not fit config.json" in shown.stderr
+
+
+def test_every_tensor_of_llada_8b_is_mapped():
+    config = llama_config(
+        {
+            "model_type": "llada", "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32,
+            "mlp_hidden_size": 12288, "vocab_size": 126464, "embedding_size": 126464, "max_sequence_length": 4096,
+        }
+    )  # fmt: skip
+    expected = expected_shapes(config, "llada")
+    stored = {to_llada_name(name): (shape, "BF16") for name, shape in expected.items()}
+    assert mapping_faults(stored, expected, "llada", tied=False) == []
+    name = "model.transformer.blocks.31.ff_out.weight"
+    stored[name] = ((1, 1), "BF16")
+    stored["model.transformer.blocks.31.att_proj.weight"] = ((1,), "BF16")
+    del stored["model.transformer.wte.weight"]
+    faults = mapping_faults(stored, expected, "llada", tied=False)
+    assert len(faults) == 3 and any("embed_tokens" in f and "missing" in f for f in faults)
+    sizes = memory(config, 8_015_581_184, torch.bfloat16, 1, 512)
+    assert sizes["weights"] == 2 * 8_015_581_184
+    assert sizes["KV cache (cache=prefix or dual)"] == 2 * 32 * 4096 * 512 * 2
