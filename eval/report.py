@@ -70,9 +70,16 @@ def _sample_dict(sample: Sample) -> dict:
 
 
 def draw_accuracy(path: Path, rows: Sequence[dict]) -> None:
-    """Accuracy against tokens per forward, with 95% intervals."""
+    """Accuracy against tokens per forward, with 95% intervals; a line joins the settings of one method."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
+    families: dict[str, list[dict]] = {}
+    for row in rows:
+        families.setdefault(row["method"].partition(":")[0], []).append(row)
+    for family in families.values():
+        if len(family) > 1:
+            points = sorted((r["tokens_per_forward"], r["accuracy"]) for r in family)
+            axes.plot(*zip(*points, strict=True), color="0.7", linewidth=1, zorder=0)
     for i, row in enumerate(rows):
         error = [[row["accuracy"] - row["accuracy_low"]], [row["accuracy_high"] - row["accuracy"]]]
         axes.errorbar(
@@ -86,7 +93,7 @@ def draw_accuracy(path: Path, rows: Sequence[dict]) -> None:
         )
     axes.set(xlabel="generated tokens per forward", ylabel="accuracy", title=f"{rows[0]['n']} problems, 95% intervals")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(fontsize="small" if len(rows) <= 12 else "xx-small")
     figure.savefig(path, dpi=150)
 
 

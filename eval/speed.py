@@ -18,7 +18,7 @@ from tqdm import tqdm
 from backbones.checkpoint import write_atomically
 from eval.plain_loop import PlainLoop
 from eval.runner import choose_problems
-from infer.compose import build_method
+from infer.compose import build_method, expand
 from infer.loop import STAGES, Decoder
 
 PLAIN = {"plain loop, sequential": None, "plain loop, threshold": 0.9}
@@ -27,7 +27,7 @@ PLAIN = {"plain loop, sequential": None, "plain loop, threshold": 0.9}
 def contestants(cfg: DictConfig, overrides: list[str], backbone, batch_size: int) -> dict[tuple[str, str], object]:
     """Decoders by method and cache, and the plain loop's at batch size 1."""
     found = {}
-    for entry in cfg.methods:
+    for entry in expand(cfg.methods):
         for cache in cfg.caches:
             setting = f"{entry}{',' if ':' in entry else ':'}cache={cache}"
             method = build_method("speed", setting, overrides)
@@ -105,8 +105,8 @@ def ratios(rows: list[dict]) -> list[str]:
 
 @hydra.main(config_path="../conf", config_name="speed", version_base="1.3")
 def main(cfg: DictConfig) -> None:
-    if cfg.limit < 1 or not cfg.methods or not cfg.caches or any(b < 1 for b in cfg.batch_sizes):
-        raise ValueError("limit and batch_sizes need at least 1, methods and caches at least one name")
+    if cfg.limit < 1 or not cfg.caches or any(b < 1 for b in cfg.batch_sizes):
+        raise ValueError("limit and batch_sizes need at least 1, caches at least one name")
     overrides = list(HydraConfig.get().overrides.task)
     backbone, task = instantiate(cfg.backbone), instantiate(cfg.task)
     problems = choose_problems(task, cfg.split, backbone, cfg.decode.gen_length, cfg.limit)

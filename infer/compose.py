@@ -1,6 +1,8 @@
 """Method configs by name, for scripts that run several."""
 
 import re
+from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 from hydra import compose
@@ -13,6 +15,29 @@ from routers.checkpoint import router_hash
 PARTS = ("block", "commit", "filters")  # the config groups a method is made of
 
 
+def expand(entries: Iterable[str]) -> list[str]:
+    """Entries with every combination of the values that `|` separates: `threshold:commit.tau=0.7|0.9` is two.
+
+    Raises ValueError where there is no entry, or one comes twice.
+    """
+    expanded = []
+    for entry in entries:
+        name, _, settings = str(entry).partition(":")
+        choices = []
+        for setting in _split(settings):
+            key, _, values = setting.partition("=")
+            choices.append([f"{key}={value}" for value in values.split("|")])
+        expanded += [f"{name}:{','.join(c)}" if c else name for c in product(*choices)]
+    if not expanded or len(set(expanded)) != len(expanded):
+        raise ValueError(f"methods={list(entries)}: give a list with at least one name, each once: 'methods=[a,b]'")
+    return expanded
+
+
+def _split(settings: str) -> list[str]:
+    """Settings at their commas, except those inside brackets."""
+    return [s for s in re.split(r",(?![^\[]*\])", settings) if s]
+
+
 def compose_method(config_name: str, entry: str, overrides: list[str]) -> DictConfig:
     """The whole config with `method` set to what `entry` names. `overrides` are the command line's.
 
@@ -22,7 +47,7 @@ def compose_method(config_name: str, entry: str, overrides: list[str]) -> DictCo
     """
     name, _, settings = entry.partition(":")
     kept = [o for o in overrides if not o.startswith(("method=", "methods="))]
-    own = [_own(s) for s in re.split(r",(?![^\[]*\])", settings) if s]
+    own = [_own(s) for s in _split(settings)]
     return compose(config_name, overrides=[*kept, f"method={name}", *own])
 
 

@@ -5,8 +5,12 @@ import json
 import pytest
 
 from eval.metrics import Sample, Timing, agreement, result_row, text_agreement, wilson
+from eval.plain_loop import PlainLoop
 from eval.report import draw_accuracy, draw_commit_steps, print_table, write_results
 from eval.runner import Comparison, Setting, choose_problems
+from infer.canvas import Request
+from infer.compose import expand
+from infer.loop import Decoder
 from infer.rules import Method
 from infer.when.oracle import Oracle
 from infer.when.threshold import Threshold
@@ -27,6 +31,33 @@ def test_wilson():
         low, high = wilson(successes, n)
         p = successes / n if n else 0.5
         assert 0 <= low <= p <= high <= 1
+
+
+def test_entries_expand_to_a_sweep():
+    assert expand(["threshold", "lbs:commit.tau=0.5|0.9,commit.k=1|2"]) == [
+        "threshold", "lbs:commit.tau=0.5,commit.k=1", "lbs:commit.tau=0.5,commit.k=2",
+        "lbs:commit.tau=0.9,commit.k=1", "lbs:commit.tau=0.9,commit.k=2",
+    ]  # fmt: skip
+    assert expand(["dus:filters=[dilated_spacing,no_eos_first],block=full"]) == [
+        "dus:filters=[dilated_spacing,no_eos_first],block=full"
+    ]
+    for entries in ([], ["a", "a"], ["a:k=1|1"]):
+        with pytest.raises(ValueError, match="each once"):
+            expand(entries)
+
+
+@pytest.mark.parametrize(("tau", "commit"), [(None, TopK()), (0.3, Threshold(0.3))])
+@pytest.mark.parametrize("stop", ["eos", "full_length"])
+def test_the_plain_loop_commits_what_ours_does(backbone, tau, commit, stop):
+    requests = [Request(str(i), tuple(range(20, 20 + n))) for i, n in enumerate((3, 30, 11))]
+    method = Method("m", Fixed(BLOCK_LENGTH), commit, stop=stop)
+    ours = {c.id: c for c in Decoder(backbone, method, gen_length=GEN_LENGTH, batch_size=3).run(requests)}
+    plain = PlainLoop(backbone, gen_length=GEN_LENGTH, block_length=BLOCK_LENGTH, stop=stop, tau=tau)
+    for theirs in plain.run(requests):
+        mine = ours[theirs.id]
+        assert theirs.tokens.tolist() == mine.tokens.tolist() and theirs.nfe == mine.nfe
+        assert theirs.committed_at.tolist() == mine.committed_at.tolist()
+        assert theirs.block.tolist() == mine.block.tolist()
 
 
 def test_row():

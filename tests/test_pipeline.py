@@ -166,12 +166,18 @@ def test_bad_trace_settings_leave_nothing(finished, shared):
 
 def test_comparison(finished, shared):
     cwd, _ = finished
-    methods = "methods=[sequential,threshold,'threshold:commit.tau=0.2',lbs,lps,eb_decode,oracle]"
+    methods = (
+        "methods=[sequential,threshold,'threshold:commit.tau=0.1|0.2,cache=dual','local_leap:block=lbs',lsp,lbs,lps,"
+        "eb_decode,oracle]"
+    )
     routers = ("router.lbs=lbs/export", "router.lps=lps/export")
     text = succeed("eval/compare.py", *shared, *routers, methods, "limit=5", "batch_size=2", "out=table", cwd=cwd)
     assert "before EOS" in text
     rows = json.loads((cwd / "table/results.json").read_text())
-    assert [r["method"] for r in rows][:3] == ["sequential", "threshold", "threshold:commit.tau=0.2"]
+    assert [r["method"] for r in rows][:5] == [
+        "sequential", "threshold", "threshold:commit.tau=0.1,cache=dual", "threshold:commit.tau=0.2,cache=dual",
+        "local_leap:block=lbs",
+    ]  # fmt: skip
     keys = {
         "method", "n", "accuracy", "accuracy_low", "accuracy_high", "nfe", "tokens_per_forward", "tokens_per_second",
         "latency_ms", "batch_size", "speedup_nfe", "speedup_tps", "router_share", "agreement", "share_of_oracle",
@@ -182,10 +188,10 @@ def test_comparison(finished, shared):
         assert row["n"] == 5 and row["batch_size"] == 2
     assert by_method["sequential"]["agreement"] == 1 and by_method["sequential"]["speedup_nfe"] == 1
     assert by_method["sequential"]["router_share"] == 0 < by_method["eb_decode"]["router_share"]
-    assert by_method["threshold:commit.tau=0.2"]["nfe"] < by_method["threshold"]["nfe"]
+    assert by_method["threshold:commit.tau=0.2,cache=dual"]["nfe"] < by_method["threshold"]["nfe"]
     assert by_method["oracle"]["share_of_oracle"] == 1
     samples = [json.loads(line) for line in (cwd / "table/samples.jsonl").read_text().splitlines()]
-    assert len(samples) == 7 * 5
+    assert len(samples) == 10 * 5
     first = samples[0]
     assert set(first) == {
         "method", "id", "prompt", "completion", "correct", "nfe", "tokens", "latency_ms", "committed_at",
@@ -194,6 +200,32 @@ def test_comparison(finished, shared):
     assert len(first["committed_at"]) == GEN_LENGTH
     for picture in ("accuracy.png", "commit_steps.png"):
         assert (cwd / "table" / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_speed(finished, shared):
+    cwd, _ = finished
+    settings = ("methods=[threshold,sequential]", "caches=[none,dual]", "batch_sizes=[1,2]", "limit=3", "out=speed")
+    text = succeed("eval/speed.py", *shared, *settings, cwd=cwd)
+    assert "plain loop, threshold" in text and "x the prompts per second of the plain loop" in text
+    rows = {(r["method"], r["cache"], r["batch_size"]): r for r in json.loads((cwd / "speed/speed.json").read_text())}
+    assert len(rows) == 2 * 2 * 2 + 2
+    for name in ("sequential", "threshold"):
+        assert (
+            rows[name, "none", 1]["nfe"]
+            == rows[name, "none", 2]["nfe"]
+            == rows[f"plain loop, {name}", "none", 1]["nfe"]
+        )
+        full, block = rows[name, "none", 1], rows[name, "dual", 1]
+        assert block["positions_per_row"] < full["positions_per_row"], "a cached step computes fewer positions"
+    for row in rows.values():
+        assert row["n"] == 3 and 0 < row["outside_backbone"] < 1 and row["tokens_per_second"] > 0
+
+
+def test_methods_are_listed():
+    text = succeed("infer/methods.py", cwd=ROOT)
+    for file in (ROOT / "conf" / "method").rglob("*.yaml"):
+        assert file.stem in text, file
+    assert "Fast-dLLM" in text and "2609.16450" in text
 
 
 def test_generation(finished, shared):
@@ -222,6 +254,9 @@ def test_generation(finished, shared):
         ("eval/compare.py", ("task=nonsense",), "gsm_symbolic"),
         ("eval/compare.py", ("methods=sequential",), "methods=sequential: give a list"),
         ("infer/generate.py", ("method=threshold", "method.commit.tau=1.5", "prompt=a"), "tau=1.5"),
+        ("infer/generate.py", ("method=lsp", "method/block=lbs", "prompt=a"), "have holes"),
+        ("infer/generate.py", ("method=dus", "method.cache=paged", "prompt=a"), "cache='paged'"),
+        ("infer/generate.py", ("method=dus", "method/filters=[luck]", "prompt=a"), "dilated_spacing"),
         ("infer/generate.py", ("prompt=a", "method=sequential", "decode.gen_length=0"), "gen_length=0"),
         ("infer/generate.py", ("prompt=a", "method=lbs", "router.lbs=lbs/export", "decode.gen_length=41"), "not 41"),
         ("infer/generate.py", ("prompt=a", "method=lbs", "router.lbs=nowhere"), "nowhere"),
