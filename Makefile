@@ -5,6 +5,8 @@ OUT ?= runs/demo
 # Sizes of the demo: trajectories traced, problems compared.
 TRACES ?= 64
 PROBLEMS ?= 32
+# Processes that run the tests.
+WORKERS ?= 2
 
 PY := $(VENV)/bin/python
 # A changed size or backbone makes the demo's traces anew instead of stopping it.
@@ -30,7 +32,7 @@ demo: $(INSTALLED)
 	@echo "pictures: $(OUT)/compare/accuracy.png  $(OUT)/compare/commit_steps.png"
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile
 
 test-slow: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow

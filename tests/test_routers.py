@@ -27,7 +27,7 @@ def parameters(router):
 def test_sizes():
     assert parameters(LPS(LPSConfig(LLADA_8B))) == pytest.approx(27_000, rel=0.10)
     assert parameters(LBS(LBSConfig(LLADA_8B, embedding_size=4096))) == pytest.approx(600_000, rel=0.15)
-    assert parameters(LBS(LBSConfig(LLADA_TINY, embedding_size=192))) == 199_297
+    assert parameters(LBS(LBSConfig(LLADA_TINY, embedding_size=128))) == 193_153
 
 
 def features(rows=2, width=6, seed=0):

@@ -20,11 +20,12 @@ from train.denoiser_data import (
     DenoisingBatches,
     Example,
     Masking,
+    Mixture,
     batches_of_an_epoch,
     make_batch,
     two_stream_batch,
 )
-from train.drills import LARGEST, Drills, drill
+from train.drills import LARGEST, SUMS, Drills, drill, equation
 from train.hardware import resolve_precision
 from train.optim import MuonAdamW, orthogonalise
 from train.trace_data import EpochShuffle, pad_table, split_trajectories
@@ -152,15 +153,44 @@ def test_drills_are_right_and_small(tokenizer):
     assert prompt.tolist() == again[0].tolist() and solution.tolist() == again[1].tolist()
 
 
-def test_a_share_of_the_batches_is_drills(tokenizer):
-    items = examples(64)
-    for share in (0.0, 0.5, 1.0):
-        batches = iter(DenoisingBatches(items, masking(), 8, seed=0, drills=Drills(tokenizer), drill_share=share))
-        user = tokenizer.convert_tokens_to_ids("<|user|>")  # no example has it
-        found = np.mean([bool((next(batches).clean_BT == user).any()) for _ in range(60)])
-        assert abs(found - share) < 0.2
-    with pytest.raises(ValueError, match="data.drills=1.5"):
-        DenoisingBatches(items, masking(), 8, seed=0, drill_share=1.5)
+def test_sums_are_right_and_only_their_results_are_asked(tokenizer):
+    words, rng = ["apples", "pears"], np.random.default_rng(0)
+    for _ in range(500):
+        left, value = equation(words, rng)
+        expression = re.sub(r"[^\d+*/.x-]", "", re.sub("apples|pears", "", left)).replace("x", "*")
+        assert eval(expression) == pytest.approx(int(value)) and 0 <= int(value) <= LARGEST, (left, value)
+    drills = Drills(tokenizer)
+    for seed in range(20):
+        _, solution, counted = drills.draw_sums(np.random.default_rng(seed))
+        text = tokenizer.decode(solution.tolist())
+        found = re.findall(r"= ?[$£]?(\d+)", text)
+        assert len(found) == SUMS
+        assert tokenizer.decode(solution[counted].tolist()).replace(" ", "") == "".join(found)
+
+
+def test_uncounted_tokens_have_no_mask_and_no_loss(tokenizer):
+    drills = Drills(tokenizer)
+    items = [Example(*drills.draw_sums(np.random.default_rng(i))) for i in range(4)]
+    batch = two_stream_batch(items, masking(gen_length=200, mask_id=tokenizer.mask_token_id), np.random.default_rng(0))
+    asked = batch.loss_BT > 0
+    for i, item in enumerate(items):
+        assert batch.clean_BT[i][asked[i]].tolist() == item.solution[item.counted].tolist()
+        assert (batch.noisy_BT[i][asked[i]] == tokenizer.mask_token_id).all()
+        start = int(batch.position_BT[i][asked[i]][0])
+        where = len(item.prompt) + np.flatnonzero(item.counted)
+        assert start == where[0] and batch.position_BT[i][asked[i]].tolist() == where.tolist()
+
+
+def test_shares_of_a_mixture(tokenizer):
+    items, words = examples(64), {"user": tokenizer.convert_tokens_to_ids("<|user|>")}  # no example has it
+    for drills, sums in ((0.0, 0.0), (0.5, 0.0), (0.0, 1.0), (0.5, 0.5)):
+        mixture = Mixture(Drills(tokenizer), drills, sums)
+        batches = iter(DenoisingBatches(items, masking(gen_length=200), 8, seed=0, mixture=mixture))
+        made = [next(batches).clean_BT for _ in range(60)]
+        assert abs(np.mean([bool((b == words["user"]).any()) for b in made]) - drills - sums) < 0.2
+        assert abs(np.mean([len(b) == 16 for b in made]) - sums) < 0.2
+    with pytest.raises(ValueError, match="data.drills=0.7, data.sums=0.5"):
+        Mixture(None, 0.7, 0.5)
 
 
 def test_a_model_starts_from_copying():

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from backbones.llada_format import llada_config
 from tasks.gsm_symbolic import GsmSymbolic
-from train.denoiser_data import DenoisingBatches, Example, Masking, make_batch
+from train.denoiser_data import DenoisingBatches, Example, Masking, Mixture, make_batch
 from train.drills import Drills
 from train.tokenizer_bpe import digit_ids, train_tokenizer
 
@@ -54,9 +54,8 @@ def make_loaders(cfg: DictConfig, tokenizer, first: int) -> tuple[DataLoader, li
     held_out = tokenise(tokenizer, task.problems("validation"), 192, length, "validation problems")
     held_out = held_out[: len(held_out) // 48 * 48]
     drills = Drills(tokenizer)
-    batches = DenoisingBatches(
-        train, make_masking(cfg, tokenizer), cfg.data.batch_size, cfg.seed, first, drills, cfg.data.drills
-    )
+    mixture = Mixture(drills, cfg.data.drills, cfg.data.sums)
+    batches = DenoisingBatches(train, make_masking(cfg, tokenizer), cfg.data.batch_size, cfg.seed, first, mixture)
     rng = np.random.default_rng(0)
     exercises = [Example(*drills.draw(rng)) for _ in range(96)]
     loaders = [DataLoader(batches, batch_size=None)]

@@ -13,10 +13,14 @@ from train.drills import Drills
 
 @dataclass(frozen=True)
 class Example:
-    """One tokenised problem: chat-formatted prompt and solution ids without EOS."""
+    """One tokenised problem: chat-formatted prompt and solution ids without EOS.
+
+    `counted`: which solution ids have a loss in two-stream batches; None for all, and the EOS behind them.
+    """
 
     prompt: np.ndarray
     solution: np.ndarray
+    counted: np.ndarray | None = None
 
 
 class DenoisingBatch(NamedTuple):
@@ -148,7 +152,8 @@ def two_stream_batch(examples: list[Example], masking: Masking, rng: np.random.G
     the groups up to its own; a mask sees the prompt, the clean tokens of the groups before its own, and the masks of
     its own group. So each mask is asked what a masked diffusion LM is asked when the groups before it are unmasked,
     only without the masks of later groups in sight.
-    `noisy_BT` and `clean_BT` have the prompt region and twice the response region, losses are on the second one.
+    `noisy_BT` and `clean_BT` have the prompt region, the response region, and the masks that are asked for, which
+    alone have losses: all of the response, or what the examples count.
     """
     m = masking
     rows = len(examples)
@@ -161,28 +166,60 @@ def two_stream_batch(examples: list[Example], masking: Masking, rng: np.random.G
     rank = key.argsort(axis=1, kind="stable").argsort(axis=1)
     group = rank // rng.choice(TOGETHER, size=(rows, 1))
 
-    length = prompt_length + 2 * response
+    # (B, K) response positions with a mask in the second stream, and which of them are real.
+    counted = np.ones((rows, response), dtype=bool)
+    for i, e in enumerate(examples):
+        if e.counted is not None:
+            counted[i] = np.pad(e.counted, (0, response - len(e.counted)))
+    asked = np.argsort(~counted, axis=1, kind="stable")[:, : counted.sum(axis=1).max()]
+    real = np.take_along_axis(counted, asked, axis=1)
+    asked_group = np.where(real, np.take_along_axis(group, asked, axis=1), -1)
+
+    length = prompt_length + response + asked.shape[1]
     attend = np.zeros((rows, length, length), dtype=bool)
     attend[:, :, :prompt_length] = (np.arange(prompt_length) >= pad[:, None])[:, None, :]
     first, second = slice(prompt_length, prompt_length + response), slice(prompt_length + response, length)
     attend[:, first, first] = group[:, None, :] <= group[:, :, None]
-    attend[:, second, first] = group[:, None, :] < group[:, :, None]
-    attend[:, second, second] = group[:, None, :] == group[:, :, None]
+    attend[:, second, first] = group[:, None, :] < asked_group[:, :, None]
+    attend[:, second, second] = asked_group[:, None, :] == asked_group[:, :, None]
 
+    targets = np.take_along_axis(targets, asked, axis=1)
     noisy = np.concatenate([clean, np.full_like(targets, m.mask_id)], axis=1)
     weight = np.zeros(noisy.shape, dtype=np.float32)
-    weight[:, second] = _position_weights(targets, np.ones(targets.shape, dtype=bool), m)
+    weight[:, second] = _position_weights(targets, real, m)
     position = np.maximum(np.arange(prompt_length + response) - pad[:, None], 0)
-    position = np.concatenate([position, position[:, first]], axis=1)
+    position = np.concatenate([position, np.take_along_axis(position[:, first], asked, axis=1)], axis=1)
     clean = np.concatenate([clean, targets], axis=1)
     return DenoisingBatch(*(torch.from_numpy(a) for a in (clean, noisy, weight, position, attend)))
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Shares of the batches that are `drills` and `sums` instead of word problems; `source` draws them."""
+
+    source: Drills | None = None
+    drills: float = 0.0
+    sums: float = 0.0
+
+    def __post_init__(self):
+        if min(self.drills, self.sums) < 0 or self.drills + self.sums > 1:
+            raise ValueError(f"data.drills={self.drills}, data.sums={self.sums}: need shares that add up to at most 1")
+
+    def make(self, problems: list[Example], masking: Masking, rng: np.random.Generator) -> DenoisingBatch:
+        """One batch, of `problems` or of as many exercises; sums are twice as many, being short."""
+        two_stream, kind = rng.random() < masking.two_stream, rng.random()
+        if kind < self.sums:
+            sums = [Example(*self.source.draw_sums(rng)) for _ in range(2 * len(problems))]
+            return two_stream_batch(sums, masking, rng)
+        if kind < self.sums + self.drills:
+            problems = [Example(*self.source.draw(rng)) for _ in problems]
+        return (two_stream_batch if two_stream else make_batch)(problems, masking, rng)
 
 
 class DenoisingBatches(torch.utils.data.IterableDataset):
     """Endless batches, epoch after epoch; batch `n` is a function of the seed and `n` alone, so a run resumes exactly.
 
-    `first` is the number of batches already consumed. A share `drill_share` of the batches is made of `drills`
-    instead of examples.
+    `first` is the number of batches already consumed.
     """
 
     def __init__(
@@ -192,14 +229,10 @@ class DenoisingBatches(torch.utils.data.IterableDataset):
         batch_size: int,
         seed: int,
         first: int = 0,
-        drills: Drills | None = None,
-        drill_share: float = 0.0,
+        mixture: Mixture | None = None,
     ):
-        if not 0 <= drill_share <= 1:
-            raise ValueError(f"data.drills={drill_share}: need a share in [0, 1]")
-        self.examples, self.masking = examples, masking
+        self.examples, self.masking, self.mixture = examples, masking, mixture or Mixture()
         self.batch_size, self.seed, self.first = batch_size, seed, first
-        self.drills, self.drill_share = drills, drill_share
 
     def __iter__(self) -> Iterator[DenoisingBatch]:
         per_epoch = len(self.examples) // self.batch_size
@@ -209,10 +242,5 @@ class DenoisingBatches(torch.utils.data.IterableDataset):
             order = batches_of_an_epoch(self.examples, self.batch_size, np.random.default_rng((self.seed, epoch)))
             for indices in order[n % per_epoch :]:
                 rng = np.random.default_rng((self.seed, 1, n))
-                make = two_stream_batch if rng.random() < self.masking.two_stream else make_batch
-                if rng.random() < self.drill_share:
-                    chosen = [Example(*self.drills.draw(rng)) for _ in indices]
-                else:
-                    chosen = [self.examples[i] for i in indices]
-                yield make(chosen, self.masking, rng)
+                yield self.mixture.make([self.examples[i] for i in indices], self.masking, rng)
                 n += 1
