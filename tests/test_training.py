@@ -343,8 +343,8 @@ def test_loaders_accept_iterable_batches():
 
 
 SMALL = (
-    "data.examples=64", "data.tokenizer_examples=80", "data.batch_size=8", "model.vocab_size=400", "model.d_model=32",
-    "model.n_layers=2", "model.n_heads=2", "model.mlp_hidden_size=48", "optim.val_every=2", "precision=32-true",
+    "data.examples=64", "data.tokenizer_examples=80", "data.batch_size=8", "model.vocab_size=400", "model.d_model=64",
+    "model.n_layers=3", "model.n_heads=4", "model.mlp_hidden_size=48", "optim.val_every=2", "precision=32-true",
 )  # fmt: skip
 
 
