@@ -31,13 +31,22 @@ def parts(file: Path) -> dict[str, str]:
 
 def main() -> None:
     console = Console()
-    methods = Table("method=", "method/block=", "method/commit=", "what it does", "source", title="Methods")
+    if console.width < 110:  # a pipe has 80 columns, in which names would be cut
+        console = Console(width=110)
+    methods = Table(title="Methods")
+    for title in ("method=", "method/block=", "method/commit="):
+        methods.add_column(title, no_wrap=True)
+    methods.add_column("what it does")
+    methods.add_column("source")
     for file in sorted(CONF.glob("*.yaml")):
         composed = parts(file)
         methods.add_row(file.stem, composed["block"], composed["commit"], *described(file))
     console.print(methods)
     for group in ("block", "commit", "filters"):
-        table = Table(f"method/{group}=", "what it does", "source", title=f"Parts: {group}")
+        table = Table(title=f"Parts: {group}")
+        table.add_column(f"method/{group}=", no_wrap=True)
+        table.add_column("what it does")
+        table.add_column("source")
         for file in sorted((CONF / group).glob("*.yaml")):
             table.add_row(file.stem, *described(file))
         console.print(table)

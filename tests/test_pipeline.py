@@ -256,7 +256,7 @@ def test_generation(finished, shared):
         ("infer/generate.py", ("method=threshold", "method.commit.tau=1.5", "prompt=a"), "tau=1.5"),
         ("infer/generate.py", ("method=lsp", "method/block=lbs", "prompt=a"), "have holes"),
         ("infer/generate.py", ("method=dus", "method.cache=paged", "prompt=a"), "cache='paged'"),
-        ("infer/generate.py", ("method=dus", "method/filters=[luck]", "prompt=a"), "dilated_spacing"),
+        ("infer/generate.py", ("method=dus", "method/filters=[luck]", "prompt=a"), "method/filters/luck"),
         ("infer/generate.py", ("prompt=a", "method=sequential", "decode.gen_length=0"), "gen_length=0"),
         ("infer/generate.py", ("prompt=a", "method=lbs", "router.lbs=lbs/export", "decode.gen_length=41"), "not 41"),
         ("infer/generate.py", ("prompt=a", "method=lbs", "router.lbs=nowhere"), "nowhere"),
