@@ -15,6 +15,7 @@ from backbones.checkpoint import fingerprint, headers
 from backbones.hub import find_checkpoint
 from backbones.kv_cache import IndexedCache
 from backbones.loading import read_config
+from backbones.packing import pack_left
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -95,7 +96,7 @@ class TransformersBackbone:
         if self.shifted:
             compute_BT = compute_BT | predicting_BT
         pad_R1 = pad_B[rows_R][:, None]
-        column_RK, valid_RK = _pack(compute_BT[rows_R])
+        column_RK, valid_RK = pack_left(compute_BT[rows_R])
         position_RK = (column_RK - pad_R1).clamp_min(0)
         cache.aim(rows_R, position_RK, valid_RK)
         real_RS = torch.arange(cache.length, device=pad_B.device) < tokens_BT.shape[1] - pad_R1
@@ -107,13 +108,6 @@ class TransformersBackbone:
             use_cache=True,
         ).last_hidden_state
         return self.model.lm_head(hidden_RKd[predicting_BT[rows_R].gather(1, column_RK) & valid_RK])
-
-
-def _pack(mask_RT: Tensor) -> tuple[Tensor, Tensor]:
-    """Columns (R, K) of the True entries in order, K the largest number in a row, and which of them are real."""
-    width = int(mask_RT.sum(dim=1).max())
-    column_RK = (~mask_RT).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
-    return column_RK, mask_RT.gather(1, column_RK)
 
 
 def load_llada(

@@ -8,17 +8,15 @@ from typing import Any
 
 from transformers import Qwen2Config
 
+from backbones.loading import check_config
+
 # What this code assumes of a Dream config, by field; anything else would need other arithmetic.
 _REQUIRED = {"hidden_act": "silu", "rope_scaling": None, "use_sliding_window": False}
 
 
 def qwen2_config(dream: dict[str, Any]) -> Qwen2Config:
     """transformers' Qwen2 config for a Dream `config.json`; `ValueError` names a field we cannot honour."""
-    if dream.get("model_type") != "Dream":
-        raise ValueError(f"model_type={dream.get('model_type')!r} in config.json; a Dream checkpoint has 'Dream'")
-    for field, value in _REQUIRED.items():
-        if dream.get(field, value) != value:
-            raise ValueError(f"{field}={dream[field]!r} in config.json; only {value!r} is supported")
+    check_config(dream, "Dream", "Dream", _REQUIRED)
     return Qwen2Config(
         vocab_size=dream["vocab_size"],
         hidden_size=dream["hidden_size"],

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 from transformers import LlamaConfig
 
+from backbones.loading import check_config
+
 _OUTER = {
     "model.transformer.wte.weight": "model.embed_tokens.weight",
     "model.transformer.ln_f.weight": "model.norm.weight",
@@ -70,11 +72,7 @@ _REQUIRED = {
 
 def llama_config(llada: dict[str, Any]) -> LlamaConfig:
     """transformers' Llama config for a LLaDA `config.json`; `ValueError` names a field we cannot honour."""
-    if llada.get("model_type") != "llada":
-        raise ValueError(f"model_type={llada.get('model_type')!r} in config.json; a LLaDA checkpoint has 'llada'")
-    for field, value in _REQUIRED.items():
-        if llada.get(field, value) != value:
-            raise ValueError(f"{field}={llada[field]!r} in config.json; only {value!r} is supported")
+    check_config(llada, "LLaDA", "llada", _REQUIRED)
     return LlamaConfig(
         vocab_size=llada.get("embedding_size") or llada["vocab_size"],
         hidden_size=llada["d_model"],

@@ -22,6 +22,17 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"backbone.path={folder}: config.json is damaged: {error}") from error
 
 
+def check_config(config: dict[str, Any], label: str, model_type: str, required: dict[str, Any]) -> None:
+    """ValueError where a `config.json` is another architecture's, or sets a field otherwise than `required`."""
+    if config.get("model_type") != model_type:
+        raise ValueError(
+            f"model_type={config.get('model_type')!r} in config.json; a {label} checkpoint has {model_type!r}"
+        )
+    for field, value in required.items():
+        if config.get(field, value) != value:
+            raise ValueError(f"{field}={config[field]!r} in config.json; only {value!r} is supported")
+
+
 def load_tensors(
     model_class: type[PreTrainedModel],
     config: PretrainedConfig,

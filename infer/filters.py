@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from infer.rules import Rule, order_BL
-from infer.when.top_k import RANKINGS, ranking_needs, ranking_score
+from infer.when.top_k import check_ranking, ranking_needs, ranking_score
 
 
 class Filter(Rule):
@@ -31,8 +31,7 @@ class DilatedSpacing(Filter):
     def __init__(self, g0: int = 8, ranking: str = "confidence"):
         if g0 < 0:
             raise ValueError(f"g0={g0}: need 0 (off) or more positions")
-        if ranking not in RANKINGS:
-            raise ValueError(f"ranking={ranking!r} is unknown; allowed: {', '.join(RANKINGS)}")
+        check_ranking(ranking)
         self.g0, self.ranking = g0, ranking
         self.needs = ranking_needs(ranking) if g0 else frozenset()
 

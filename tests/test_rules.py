@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backbones.packing import pack_left
 from infer.canvas import Canvas, Request
 from infer.filters import DilatedSpacing, NoEosFirst
 from infer.observation import Observation
-from infer.rules import Method, best_BL, order_BL, pack_left
+from infer.rules import Method, best_BL, order_BL
 from infer.when.dilated import Dilated, DilatedCounts, plan
 from infer.when.entropy_bound import EntropyBound
 from infer.when.factor import Factor

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from infer.rules import Rule, or_best, order_BL, take
 from infer.when.threshold import check_probability
-from infer.when.top_k import RANKINGS, ranking_needs, ranking_score
+from infer.when.top_k import check_ranking, ranking_needs, ranking_score
 
 
 @cache
@@ -88,8 +88,7 @@ class DilatedCounts(_Planned):
 
     def __init__(self, base: int = 2, base_skip: int = 1, ranking: str = "confidence"):
         super().__init__(base, base_skip)
-        if ranking not in RANKINGS:
-            raise ValueError(f"ranking={ranking!r} is unknown; allowed: {', '.join(RANKINGS)}")
+        check_ranking(ranking)
         self.ranking, self.needs = ranking, ranking_needs(ranking)
 
     def choose(self, canvas, seen, candidates_BL: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from infer.rules import Rule, order_BL, take
+from infer.when.top_k import ranking_score
 
 PROXIES = ("entropy", "confidence", "margin")
 
@@ -30,8 +31,7 @@ class EntropyBound(Rule):
         self.needs = frozenset({"entropy", proxy})
 
     def choose(self, canvas, seen, candidates_BL: Tensor) -> Tensor:
-        score_BL = -seen.entropy_BL if self.proxy == "entropy" else getattr(seen, f"{self.proxy}_BL")
-        ordered_BL = order_BL(score_BL, candidates_BL)
+        ordered_BL = order_BL(ranking_score(self.proxy, canvas, seen), candidates_BL)
         bits_BL = seen.entropy_BL.gather(1, ordered_BL).double() / math.log(2)
         excess_BL = bits_BL.cumsum(dim=1) - bits_BL.cummax(dim=1).values
         within_BL = (excess_BL <= self.gamma) & candidates_BL.gather(1, ordered_BL)

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from infer.rules import Rule, or_best, pack_left
+from backbones.packing import pack_left
+from infer.rules import Rule, or_best
 from infer.when.threshold import check_probability
 from routers.checkpoint import check_fits
 from routers.lps import LPS, STATISTICS, Features

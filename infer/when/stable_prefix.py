@@ -14,7 +14,8 @@ Defaults: alpha = 0.25, beta = 0.5, L_min = 1, W = 16, one setting for all model
 import torch
 from torch import Tensor
 
-from infer.rules import Rule, order_BL, pack_left, take
+from backbones.packing import pack_left
+from infer.rules import Rule, order_BL, take
 
 # Punctuation, newline and code symbols. A token counts if, spaces aside, it consists of these alone.
 DELIMITERS = ".,;:!?\n()[]{}<>=+-*/%&|^~#\"'`\\@$"

@@ -14,6 +14,11 @@ from infer.rules import Rule, order_BL, take
 RANKINGS = ("confidence", "entropy", "margin", "random")
 
 
+def check_ranking(ranking: str) -> None:
+    if ranking not in RANKINGS:
+        raise ValueError(f"ranking={ranking!r} is unknown; allowed: {', '.join(RANKINGS)}")
+
+
 def ranking_needs(ranking: str) -> frozenset[str]:
     return frozenset() if ranking == "random" else frozenset({ranking})
 
@@ -33,8 +38,7 @@ class TopK(Rule):
             raise ValueError(f"k={k}: a step commits at least 1 position")
         if steps is not None and steps < 1:
             raise ValueError(f"steps={steps}: a block takes at least 1")
-        if ranking not in RANKINGS:
-            raise ValueError(f"ranking={ranking!r} is unknown; allowed: {', '.join(RANKINGS)}")
+        check_ranking(ranking)
         self.k, self.steps, self.ranking = k, steps, ranking
         self.needs = ranking_needs(ranking)
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from infer.rules import Rule, pack_left
+from backbones.packing import pack_left
+from infer.rules import Rule
 from routers.checkpoint import check_fits
 from routers.lbs import LBS
 
