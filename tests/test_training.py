@@ -4,6 +4,7 @@ import csv
 import re
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from train.denoiser_data import (
     make_batch,
     two_stream_batch,
 )
-from train.drills import LARGEST, SUMS, Drills, drill, equation
+from train.drills import LARGEST, LIST_LENGTH, SUMS, Drills, asked_for_results, drill, equation
 from train.hardware import resolve_precision
 from train.optim import MuonAdamW, orthogonalise
 from train.trace_data import EpochShuffle, pad_table, split_trajectories
@@ -164,8 +165,45 @@ def test_sums_are_right_and_only_their_results_are_asked(tokenizer):
         _, solution, counted = drills.draw_sums(np.random.default_rng(seed))
         text = tokenizer.decode(solution.tolist())
         found = re.findall(r"= ?[$£]?(\d+)", text)
-        assert len(found) == SUMS
-        assert tokenizer.decode(solution[counted].tolist()).replace(" ", "") == "".join(found)
+        assert len(found) == SUMS or len(solution) == LIST_LENGTH
+        assert "".join(found).startswith(tokenizer.decode(solution[counted].tolist()).replace(" ", ""))
+        assert len(solution) == len(counted) <= LIST_LENGTH and counted.any()
+
+
+def test_half_of_the_sums_are_lines_of_the_problems(tokenizer, task):
+    solutions = [p.solution for p in islice(task.problems("train"), 60)]
+    lines = {line for s in solutions for line in s.split("\n")}
+    drills = Drills(tokenizer, solutions)
+    of_problems = 0
+    for seed in range(60):
+        _, ids, counted = drills.draw_sums(np.random.default_rng(seed))
+        first = tokenizer.decode(ids.tolist()).split("\n")[0]
+        of_problems += first in lines
+        if first in lines:
+            result = re.findall(r"= ?[$£€]?(\d+(?:\.\d+)?)", first)[-1]
+            assert tokenizer.decode(ids[counted].tolist()).replace(" ", "").startswith(result), first
+    assert 15 < of_problems < 45
+
+
+def test_results_of_a_solution_are_found(tokenizer):
+    solution = "She has 3 * £4 = £12.\nSo 12+1.5=13.5 pears\n#### 13.5"
+    ids = tokenizer(solution, add_special_tokens=False).input_ids
+    counted = asked_for_results(tokenizer, solution)
+    assert tokenizer.decode(np.array(ids)[counted].tolist()).replace(" ", "") == "1213.5"
+
+
+def test_two_streams_in_order_see_all_that_precedes(tokenizer):
+    items = examples(4)
+    batch = two_stream_batch(items, masking(gen_length=200), np.random.default_rng(0), in_order=True)
+    again = two_stream_batch(items, masking(gen_length=200), np.random.default_rng(7), in_order=True)
+    assert all(torch.equal(a, b) for a, b in zip(batch, again, strict=True)), "nothing is drawn"
+    asked = batch.loss_BT > 0
+    for row in range(len(items)):
+        for query in torch.nonzero(asked[row])[:, 0].tolist():
+            seen = batch.attend_BTT[row, query] & ~asked[row]
+            position = batch.position_BT[row]
+            assert (position[seen] < position[query]).all()
+            assert int(seen.sum()) == int(position[query]), "prompt and all response tokens before it"
 
 
 def test_uncounted_tokens_have_no_mask_and_no_loss(tokenizer):

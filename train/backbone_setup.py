@@ -1,5 +1,6 @@
 """What `train/backbone.py` needs before the first step: tokenizer, tokenised problems, model, module."""
 
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from backbones.llada_format import llada_config
 from tasks.gsm_symbolic import GsmSymbolic
-from train.denoiser_data import DenoisingBatches, Example, Masking, Mixture, make_batch
-from train.drills import Drills
+from train.denoiser_data import DenoisingBatches, Example, Masking, Mixture, make_batch, two_stream_batch
+from train.drills import Drills, asked_for_results
 from train.tokenizer_bpe import digit_ids, train_tokenizer
 
 
@@ -44,16 +45,17 @@ def make_masking(cfg: DictConfig, tokenizer, **changes) -> Masking:
 
 
 def make_loaders(cfg: DictConfig, tokenizer, first: int) -> tuple[DataLoader, list[DataLoader]]:
-    """The endless training loader from batch `first` on, and five validation loaders of fixed masks.
+    """The endless training loader from batch `first` on, and six validation loaders of fixed masks.
 
-    Validation masks held-out problems uniformly at ratios 0.25, 0.5 and 0.75, and block-wise, and drills at 0.5.
+    Validation masks held-out problems uniformly at ratios 0.25, 0.5 and 0.75, and block-wise, and drills at 0.5; and
+    it asks for the results of the problems' equations, each with everything before it given.
     """
     task = GsmSymbolic(cfg.data.templates, cfg.data.max_number)
     length = cfg.masking.gen_length
     train = tokenise(tokenizer, task.problems("train"), cfg.data.examples, length, "training problems")
     held_out = tokenise(tokenizer, task.problems("validation"), 192, length, "validation problems")
     held_out = held_out[: len(held_out) // 48 * 48]
-    drills = Drills(tokenizer)
+    drills = Drills(tokenizer, tokenizer.batch_decode([e.solution.tolist() for e in train]))
     mixture = Mixture(drills, cfg.data.drills, cfg.data.sums)
     batches = DenoisingBatches(train, make_masking(cfg, tokenizer), cfg.data.batch_size, cfg.seed, first, mixture)
     rng = np.random.default_rng(0)
@@ -64,7 +66,16 @@ def make_loaders(cfg: DictConfig, tokenizer, first: int) -> tuple[DataLoader, li
         rng = np.random.default_rng(i)
         fixed = [make_batch(items[j : j + 48], masking, rng, ratio) for j in range(0, len(items), 48)]
         loaders.append(DataLoader(fixed, batch_size=None))
+    results = [_asking_results(e, tokenizer) for e in held_out]
+    masking, rng = make_masking(cfg, tokenizer), np.random.default_rng(0)
+    fixed = [two_stream_batch(results[j : j + 48], masking, rng, in_order=True) for j in range(0, len(results), 48)]
+    loaders.append(DataLoader(fixed, batch_size=None))
     return loaders[0], loaders[1:]
+
+
+def _asking_results(example: Example, tokenizer) -> Example:
+    counted = asked_for_results(tokenizer, tokenizer.decode(example.solution.tolist()))
+    return replace(example, counted=counted)
 
 
 def make_config(cfg: DictConfig, tokenizer) -> dict:

@@ -62,7 +62,7 @@ class Denoiser(L.LightningModule):
         right = logits.argmax(-1) == target
         digit = torch.isin(target, self.digit_ids)
         text = ~digit & (target != self.hparams.eos_id)
-        name = ("25", "50", "75", "block", "drills")[dataloader_idx]
+        name = ("25", "50", "75", "block", "drills", "results")[dataloader_idx]
         self.log(f"val/ce_{name}", F.cross_entropy(logits[digit | text].float(), target[digit | text]),
                  add_dataloader_idx=False)  # fmt: skip
         self.log(f"val/text_{name}", right[text].float().mean(), add_dataloader_idx=False)

@@ -144,7 +144,9 @@ LATE_DIGITS = 8  # in half of the rows digits come this many positions later, as
 TOGETHER = (1, 1, 2, 4, 8, 16, 32)  # how many tokens share a place in the order; one is drawn for each row
 
 
-def two_stream_batch(examples: list[Example], masking: Masking, rng: np.random.Generator) -> DenoisingBatch:
+def two_stream_batch(
+    examples: list[Example], masking: Masking, rng: np.random.Generator, in_order: bool = False
+) -> DenoisingBatch:
     """Every response token is predicted in one forward, each from the tokens that precede it in a drawn order.
 
     The two streams of XLNet (Yang et al., 2019, sec. 2.3) without its shift: behind prompt and clean response stands
@@ -153,7 +155,8 @@ def two_stream_batch(examples: list[Example], masking: Masking, rng: np.random.G
     its own group. So each mask is asked what a masked diffusion LM is asked when the groups before it are unmasked,
     only without the masks of later groups in sight.
     `noisy_BT` and `clean_BT` have the prompt region, the response region, and the masks that are asked for, which
-    alone have losses: all of the response, or what the examples count.
+    alone have losses: all of the response, or what the examples count. `in_order` takes tokens one by one from left to
+    right instead of drawing an order.
     """
     m = masking
     rows = len(examples)
@@ -165,6 +168,8 @@ def two_stream_batch(examples: list[Example], masking: Masking, rng: np.random.G
     key = np.arange(response) + noise * rng.random((rows, response)) + late
     rank = key.argsort(axis=1, kind="stable").argsort(axis=1)
     group = rank // rng.choice(TOGETHER, size=(rows, 1))
+    if in_order:
+        group = np.broadcast_to(np.arange(response), (rows, response))
 
     # (B, K) response positions with a mask in the second stream, and which of them are real.
     counted = np.ones((rows, response), dtype=bool)

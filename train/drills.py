@@ -5,17 +5,20 @@ attention that copies takes very long to form. A drill leaves nothing else to le
 and expressions, the response goes through them in another order and works them out. Labels are drawn from the
 vocabulary, so only looking up the prompt tells what follows one.
 
-Sums are for arithmetic alone: a list of worked-out expressions in the forms of the word problems, of which only the
-results are asked for, eight or so in the space in which a word problem has three.
+Sums are for arithmetic alone: a list of worked-out expressions, made up or lines of the word problems' solutions, of
+which only the results are asked for, eight or so in the space in which a word problem has three.
 """
 
 import re
+from collections.abc import Iterable
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 LARGEST = 100
 SUMS = 8  # equations in a list
+LIST_LENGTH = 120  # tokens; what a list has beyond them is cut off
+RESULT = re.compile(r"= ?[$£€]?(\d+(?:\.\d+)?)")  # in a line of a solution
 WORD = re.compile(r" [A-Za-z]{3,}")
 TIMES = (" * ", "*", " x ")
 _PRODUCTS = tuple((a, b) for a in range(2, LARGEST // 2 + 1) for b in range(2, LARGEST // a + 1))
@@ -63,7 +66,7 @@ def equation(words: list[str], rng: np.random.Generator) -> tuple[str, str]:
     unit = f" {words[rng.integers(len(words))]}" if not money and rng.random() < 0.3 else ""
     space = " " if unit or rng.random() < 0.75 else ""
     equals = " = " if space or rng.random() < 0.7 else "="
-    kind = rng.choice(6, p=(0.27, 0.27, 0.22, 0.1, 0.07, 0.07))
+    kind = rng.choice(6, p=(0.25, 0.3, 0.12, 0.08, 0.07, 0.18))
     x, y = (int(n) for n in _PRODUCTS[rng.integers(len(_PRODUCTS))])
     if kind == 0:
         a = int(rng.integers(1, LARGEST))
@@ -84,18 +87,40 @@ def equation(words: list[str], rng: np.random.Generator) -> tuple[str, str]:
         share = f"{above}/{below}" if below in (3, 5) or rng.random() < 0.5 else str(above / below)
         left, value = f"{whole * below}{unit}{(f'{space}*{space}', ' x ')[rng.integers(2)]}{share}", above * whole
     else:
-        parts = rng.integers(1, LARGEST // 3, size=3).tolist()
-        left, value = f"{space}+{space}".join(f"{money}{n}{unit}" for n in parts), sum(parts)
+        # Sorted points p0 <= p1 <= ... and the steps between them: p0 + steps = last, and last - steps = p0.
+        count = int(rng.integers(2, 4))
+        points = np.sort(rng.integers(0, LARGEST + 1, size=count + 1))
+        parts, whole = np.diff(points).tolist(), int(points[-1])
+        if rng.random() < 0.5:
+            numbers, sign, value = [int(points[0]), *parts], "+", whole
+        else:
+            numbers, sign, value = [whole, *parts], "-", int(points[0])
+        left = f"{space}{sign}{space}".join(f"{money}{n}{unit}" for n in numbers)
     return f"{left}{equals}{money}", f"{value}"
 
 
-class Drills:
-    """Draws drills as token ids of prompt and solution."""
+def solution_lines(solutions: Iterable[str]) -> list[tuple[str, tuple[int, int]]]:
+    """The lines of `solutions` that work something out, and where in each its result stands (begin, end)."""
+    found = []
+    for solution in solutions:
+        for line in solution.split("\n"):
+            results = list(RESULT.finditer(line))
+            if results:
+                found.append((line, results[-1].span(1)))
+    return found
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+
+class Drills:
+    """Draws drills as token ids of prompt and solution.
+
+    `solutions` are the word problems' own: half of the lists of sums are then lines of them, the rest is made up.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, solutions: Iterable[str] = ()):
         self.tokenizer = tokenizer
         texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
         self.words = sorted({t.strip() for t in texts if WORD.fullmatch(t)})
+        self.lines = solution_lines(solutions)
 
     def draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Ids of a drill's prompt and solution."""
@@ -106,18 +131,38 @@ class Drills:
     def draw_sums(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids of a prompt, which says nothing, and of a list of equations; and which of the latter are results."""
         text, results = "", []
+        from_problems = bool(self.lines) and rng.random() < 0.5
         for _ in range(SUMS):
-            left, value = equation(self.words, rng)
-            results.append((len(text) + len(left), len(text) + len(left) + len(value)))
-            text += f"{left}{value}" + ("\n", ", ", ". ", " ")[rng.integers(4)]
-        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ends = np.array([end for _, end in found.offset_mapping])
-        counted = np.zeros(len(ends), dtype=bool)
-        for begin, end in results:
-            counted |= (ends > begin) & (ends <= end)
-        return self._prompt("sums"), np.array(found.input_ids, dtype=np.int16), counted
+            if from_problems:
+                line, (begin, end) = self.lines[rng.integers(len(self.lines))]
+                separator = "\n"
+            else:
+                left, value = equation(self.words, rng)
+                line, begin, end = f"{left}{value}", len(left), len(left) + len(value)
+                separator = ("\n", ", ", ". ", " ")[rng.integers(4)]
+            results.append((len(text) + begin, len(text) + end))
+            text += f"{line}{separator}"
+        ids, counted = counted_tokens(self.tokenizer, text, results)
+        return self._prompt("sums"), ids[:LIST_LENGTH], counted[:LIST_LENGTH]
 
     def _prompt(self, text: str) -> np.ndarray:
         messages = [{"role": "user", "content": text}]
         ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         return np.array(ids, dtype=np.int16)
+
+
+def counted_tokens(
+    tokenizer: PreTrainedTokenizerBase, text: str, spans: Iterable[tuple[int, int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of `text`, and which of them end within one of `spans` of characters (begin, end)."""
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ends = np.array([end for _, end in found.offset_mapping])
+    counted = np.zeros(len(ends), dtype=bool)
+    for begin, end in spans:
+        counted |= (ends > begin) & (ends <= end)
+    return np.array(found.input_ids, dtype=np.int16), counted
+
+
+def asked_for_results(tokenizer: PreTrainedTokenizerBase, solution: str) -> np.ndarray:
+    """Which tokens of a word problem's solution are results of its equations, bool."""
+    return counted_tokens(tokenizer, solution, (m.span(1) for m in RESULT.finditer(solution)))[1]
