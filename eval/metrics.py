@@ -7,6 +7,8 @@ from statistics import NormalDist, fmean
 
 import numpy as np
 
+from infer.canvas import text_length
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -61,7 +63,7 @@ def text_agreement(samples: Sequence[Sample], reference: dict[str, list[int]], e
     equal = []
     for sample in samples:
         wanted = reference[sample.id]
-        length = wanted.index(eos_id) if eos_id in wanted else len(wanted)
+        length = text_length(wanted, eos_id)
         equal += [a == b for a, b in zip(sample.output[:length], wanted[:length], strict=True)]
     return fmean(equal) if equal else 1.0
 

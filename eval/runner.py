@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from backbones.base import Backbone
 from eval.metrics import Sample, Timing, result_row
-from infer.canvas import Request
+from infer.canvas import Request, text_length
 from infer.loop import Clock, Decoder
 from infer.prompting import make_requests
 from infer.rules import Method
@@ -137,7 +137,6 @@ class Comparison:
 
     def _add(self, label: str, problem: Problem, completion) -> None:
         output = completion.tokens.tolist()
-        eos = self.backbone.eos_id
         text = self.backbone.decode(completion.tokens)
         self.samples[label].append(
             Sample(
@@ -147,7 +146,7 @@ class Comparison:
                 completion=text,
                 correct=self.task.grade(problem, text),
                 nfe=completion.nfe,
-                tokens=output.index(eos) if eos in output else len(output),
+                tokens=text_length(output, self.backbone.eos_id),
                 latency_ms=1000 * completion.latency_s,
                 committed_at=completion.committed_at.tolist(),
                 template=problem.template,

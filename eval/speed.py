@@ -18,6 +18,7 @@ from tqdm import tqdm
 from backbones.checkpoint import write_atomically
 from eval.plain_loop import PlainLoop
 from eval.runner import choose_problems
+from infer.canvas import text_length
 from infer.compose import build_method, expand
 from infer.loop import STAGES, Decoder
 
@@ -62,10 +63,7 @@ def measure(racers: dict, requests: list, batch_size: int, bar: tqdm) -> list[di
     rows = []
     for name, racer in racers.items():
         clock, nfe = racer.clock, sum(c.nfe for c in done[name])
-        eos = racer.backbone.eos_id
-        tokens = sum(
-            (c.tokens == eos).int().argmax().item() if (c.tokens == eos).any() else len(c.tokens) for c in done[name]
-        )
+        tokens = sum(text_length(c.tokens.tolist(), racer.backbone.eos_id) for c in done[name])
         inside = sum(clock.seconds.values())
         positions = computed[name] or sum(c.nfe * (len(c.prompt) + len(c.tokens)) for c in done[name])
         rows.append(

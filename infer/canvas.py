@@ -5,6 +5,7 @@ on their left, so that the last L columns are the generation region of every row
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,12 @@ class Completion:
     block: Tensor
     nfe: int
     latency_s: float
+
+
+def text_length(output: Sequence[int], eos_id: int) -> int:
+    """Number of tokens before the first EOS, which is what is counted as generated; all where there is none."""
+    output = list(output)
+    return output.index(eos_id) if eos_id in output else len(output)
 
 
 def generator_of(name: str) -> torch.Generator:

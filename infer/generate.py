@@ -17,7 +17,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from backbones.checkpoint import write_atomically
-from infer.canvas import Request
+from infer.canvas import Request, text_length
 from infer.loop import Decoder
 from infer.prompting import read_prompts
 from infer.watch import Watch
@@ -25,8 +25,7 @@ from infer.watch import Watch
 
 def record(backbone, completion) -> dict:
     """One line of `out`: id, text, and figures. Generated tokens are those before EOS."""
-    output = completion.tokens.tolist()
-    tokens = output.index(backbone.eos_id) if backbone.eos_id in output else len(output)
+    tokens = text_length(completion.tokens.tolist(), backbone.eos_id)
     return {
         "id": completion.id,
         "completion": backbone.decode(completion.tokens),

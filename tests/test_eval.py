@@ -8,7 +8,7 @@ from eval.metrics import Sample, Timing, agreement, result_row, text_agreement, 
 from eval.plain_loop import PlainLoop
 from eval.report import draw_accuracy, draw_commit_steps, print_table, write_results
 from eval.runner import Comparison, Setting, choose_problems
-from infer.canvas import Request
+from infer.canvas import Request, text_length
 from infer.compose import expand
 from infer.loop import Decoder
 from infer.rules import Method
@@ -31,6 +31,11 @@ def test_wilson():
         low, high = wilson(successes, n)
         p = successes / n if n else 0.5
         assert 0 <= low <= p <= high <= 1
+
+
+@pytest.mark.parametrize(("output", "length"), [([5, 6, 2, 2], 2), ([2, 5], 0), ([5, 6], 2), ([], 0), ([5, 2, 6, 2], 1)])
+def test_generated_tokens_are_those_before_eos(output, length):
+    assert text_length(output, eos_id=2) == length
 
 
 def test_entries_expand_to_a_sweep():
