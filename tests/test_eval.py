@@ -33,7 +33,9 @@ def test_wilson():
         assert 0 <= low <= p <= high <= 1
 
 
-@pytest.mark.parametrize(("output", "length"), [([5, 6, 2, 2], 2), ([2, 5], 0), ([5, 6], 2), ([], 0), ([5, 2, 6, 2], 1)])
+@pytest.mark.parametrize(
+    ("output", "length"), [([5, 6, 2, 2], 2), ([2, 5], 0), ([5, 6], 2), ([], 0), ([5, 2, 6, 2], 1)]
+)
 def test_generated_tokens_are_those_before_eos(output, length):
     assert text_length(output, eos_id=2) == length
 
@@ -166,3 +168,21 @@ def test_no_problem_left_is_an_error(backbone, task):
 
     with pytest.raises(ValueError, match="task=empty: no problem left in split 'test'"):
         choose_problems(Empty(), "test", backbone, GEN_LENGTH, 5)
+
+
+def test_sampling_repeats_with_its_seed_and_only_then(backbone, task):
+    """At a temperature, the same seed gives the same completions whatever the batch size, another seed others."""
+    chosen = choose_problems(task, "validation", backbone, GEN_LENGTH, 4)
+    methods = {
+        "sequential": Method("s", Fixed(BLOCK_LENGTH), TopK()),
+        "oracle": Method("o", Fixed(BLOCK_LENGTH), Oracle()),
+    }
+
+    def outputs(batch_size: int, seed: int):
+        comparison = Comparison(backbone, task, methods, "sequential", Setting(GEN_LENGTH, batch_size, 0.7, seed))
+        comparison.run(chosen)
+        return {name: {s.id: s.output for s in samples} for name, samples in comparison.samples.items()}
+
+    first = outputs(2, 0)
+    assert outputs(4, 0) == first
+    assert outputs(2, 1)["sequential"] != first["sequential"]
