@@ -66,11 +66,15 @@ class TransformersBackbone:
     def logits(self, tokens_BT: Tensor, pad_B: Tensor, asked_BT: Tensor) -> Tensor:
         inputs = padding_inputs(pad_B, tokens_BT.shape[1])
         hidden_BTd = self.model.model(input_ids=tokens_BT, use_cache=False, **inputs).last_hidden_state
-        return self.model.lm_head(hidden_BTd[self._predicting(asked_BT)])
+        return self.model.lm_head(hidden_BTd[self._predicting(asked_BT, pad_B)])
 
-    def _predicting(self, asked_BT: Tensor) -> Tensor:
-        """The positions whose hidden states predict the asked ones; row-major order is the same."""
-        return torch.nn.functional.pad(asked_BT[:, 1:], (0, 1)) if self.shifted else asked_BT
+    def _predicting(self, asked_BT: Tensor, pad_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Row and column (N,) of the hidden states that predict the asked positions, in row-major order.
+
+        A row's first position has none before it and is predicted by its own, as in Dream's published sampler.
+        """
+        row_N, column_N = asked_BT.nonzero(as_tuple=True)
+        return row_N, torch.maximum(column_N - 1, pad_B[row_N]) if self.shifted else column_N
 
     def new_cache(self, rows: int, length: int) -> IndexedCache:
         """An empty cache for `rows` rows of up to `length` real positions each."""
@@ -92,9 +96,9 @@ class TransformersBackbone:
         rows is read from it. The result is that of `logits` where every real position is computed.
         """
         rows_R = rows_B.nonzero()[:, 0]
-        predicting_BT = self._predicting(asked_BT)
+        row_N, column_N = self._predicting(asked_BT & rows_B[:, None], pad_B)
         if self.shifted:
-            compute_BT = compute_BT | predicting_BT
+            compute_BT = compute_BT.index_put((row_N, column_N), compute_BT.new_ones(()))
         pad_R1 = pad_B[rows_R][:, None]
         column_RK, valid_RK = pack_left(compute_BT[rows_R])
         position_RK = (column_RK - pad_R1).clamp_min(0)
@@ -107,7 +111,9 @@ class TransformersBackbone:
             cache=cache,
             use_cache=True,
         ).last_hidden_state
-        return self.model.lm_head(hidden_RKd[predicting_BT[rows_R].gather(1, column_RK) & valid_RK])
+        # Computed positions are packed in their order, rows in theirs.
+        packed_N = compute_BT.cumsum(dim=1)[row_N, column_N] - 1
+        return self.model.lm_head(hidden_RKd[(rows_B.cumsum(dim=0) - 1)[row_N], packed_N])
 
 
 def load_llada(

@@ -135,6 +135,24 @@ def test_logits_are_shifted_once(dream):
     torch.testing.assert_close(found, plain[[0, 5, 18, 1, 2]], atol=1e-4, rtol=1e-4)
 
 
+def test_a_first_position_is_predicted_by_itself(dream):
+    """Nothing stands before a row's first position; as in the published sampler, its own logits are its prediction."""
+    backbone, model = dream
+    rows = [[11, 12, 13, 14], [15, 16]]
+    tokens, pad = torch.tensor([rows[0], [0, 0, *rows[1]]]), torch.tensor([0, 2])
+    real = torch.arange(4) >= pad[:, None]
+    with torch.no_grad():
+        plain = [model(input_ids=torch.tensor([row]), use_cache=False).logits[0] for row in rows]
+    wanted = torch.cat([torch.cat([logits[:1], logits[:-1]]) for logits in plain])
+    torch.testing.assert_close(backbone.logits(tokens, pad, real), wanted, atol=1e-4, rtol=1e-4)
+    every = torch.ones(2, dtype=torch.bool)
+    found = backbone.cached_logits(tokens, pad, real, real, every, backbone.new_cache(2, 4))
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    second = torch.tensor([False, True])
+    found = backbone.cached_logits(tokens, pad, real, real, second, backbone.new_cache(2, 4))
+    torch.testing.assert_close(found, wanted[4:], atol=1e-4, rtol=1e-4)
+
+
 def test_tokenizer_without_remote_code(dream, tokenizer):
     backbone, _ = dream
     assert backbone.encode("How many?") == tuple(
