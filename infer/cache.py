@@ -38,6 +38,13 @@ class StepCache:
             self.cache.keep(rows)
             self.start_B = self.start_B[rows]
 
+    def reach(self, canvas: Canvas, opening_B: Tensor) -> Tensor:
+        """The generation positions (B, L) bool that the step to come computes, and may thus be asked for."""
+        if self.kind == "none":
+            return torch.ones_like(canvas.masked_BL)
+        refill_B, compute_BL = self._plan(canvas, opening_B)
+        return compute_BL | refill_B[:, None]
+
     def logits(self, canvas: Canvas, opening_B: Tensor, asked_BL: Tensor) -> Tensor:
         """Logits (N, V) at the asked positions, row-major. `opening_B`: rows whose block this step opens."""
         length = canvas.gen_length
@@ -45,16 +52,7 @@ class StepCache:
         if self.kind == "none":
             self.computed += canvas.tokens_BT.numel() - int(canvas.pad_B.sum())
             return self.backbone.logits(canvas.tokens_BT, canvas.pad_B, asked_BT)
-        self._make_room(canvas)
-        refill_B = opening_B
-        if self.refresh_every:
-            refill_B = refill_B | (canvas.block_step_B % self.refresh_every == 0)
-        where_L = torch.arange(length, device=asked_BL.device)
-        if self.kind == "dual":
-            compute_BL = canvas.block_BL if not self.moving else canvas.block_BL & (where_L >= self.start_B[:, None])
-        else:
-            first_B = self.start_B if self.moving else canvas.block_BL.to(torch.uint8).argmax(dim=1)
-            compute_BL = where_L >= first_B[:, None]
+        refill_B, compute_BL = self._plan(canvas, opening_B)
         self.start_B = canvas.masked_BL.to(torch.uint8).argmax(dim=1)
         compute_BT = torch.nn.functional.pad(compute_BL, (asked_BT.shape[1] - length, 0))
         every_BT = torch.arange(asked_BT.shape[1], device=asked_BL.device) >= canvas.pad_B[:, None]
@@ -71,6 +69,22 @@ class StepCache:
                 logits_NV = part_MV.new_empty(len(row_N), part_MV.shape[1])
             logits_NV[rows_B[row_N]] = part_MV
         return logits_NV
+
+    def _plan(self, canvas: Canvas, opening_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows (B,) bool that compute every position, and the generation positions (B, L) bool that others compute."""
+        self._make_room(canvas)
+        refill_B = opening_B
+        if self.refresh_every:
+            refill_B = refill_B | (canvas.block_step_B % self.refresh_every == 0)
+        where_L = torch.arange(canvas.gen_length, device=canvas.block_BL.device)
+        if self.kind == "dual":
+            compute_BL = canvas.block_BL
+            if self.moving:
+                compute_BL = compute_BL & (where_L >= self.start_B[:, None])
+        else:
+            first_B = self.start_B if self.moving else canvas.block_BL.to(torch.uint8).argmax(dim=1)
+            compute_BL = where_L >= first_B[:, None]
+        return refill_B, compute_BL
 
     def _make_room(self, canvas: Canvas) -> None:
         rows, length = canvas.tokens_BT.shape

@@ -7,7 +7,7 @@ row leaves and the next request takes its slot. A row's result does not depend o
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from backbones.base import Backbone
 from infer.cache import StepCache
 from infer.canvas import Canvas, Completion, Request, generator_of
+from infer.drift import Drift
 from infer.observation import Observation, observe
 from infer.rules import Method
 from infer.stop import STOP_RULES
@@ -87,14 +88,14 @@ class Decoder:
         self.observers = tuple(observers)
         self.needs = method.needs | extra_needs
         self.stop = STOP_RULES[method.stop]
-        self._new_cache()
+        self._forget()
         self.clock = Clock()
 
     @torch.inference_mode()
     def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Yields a completion for every request, in the order in which they finish."""
         waiting = iter(requests)
-        self._new_cache()
+        self._forget()
         canvas, entered, generators = None, {}, {}
         while True:
             with self._stage("bookkeeping"):
@@ -111,7 +112,7 @@ class Decoder:
         b = self.backbone
         canvas = Canvas.of(requests[: self.batch_size], self.gen_length, b.mask_id, b.eos_id, b.device)
         generators = {name: torch.Generator().manual_seed(0) for name in canvas.ids}
-        self._new_cache()
+        self._forget()
         for _ in range(forwards):
             if not bool(canvas.masked_BL.any(dim=1).all()):
                 break
@@ -126,9 +127,12 @@ class Decoder:
             opens = bool(opening_B.any())
             if opens and not block_rule.needs:
                 canvas.open_blocks(opening_B, block_rule.form(canvas, None, opening_B) & canvas.masked_BL)
-        # 2. The denoiser is asked for the block, or for every mask where the block is still to be chosen.
+        # 2. The denoiser is asked for the block, or for every mask where the block is still to be chosen or all are
+        #    followed.
         with self._stage("bookkeeping"):
             asked_BL = canvas.candidates_BL
+            if self.drift is not None:
+                asked_BL = canvas.masked_BL & self.step_cache.reach(canvas, opening_B)
             needs = self.needs
             if opens and block_rule.needs:
                 asked_BL = torch.where(opening_B[:, None], canvas.masked_BL, asked_BL)
@@ -139,6 +143,8 @@ class Decoder:
         with self._stage("observe"):
             uniform_BL = self._uniform(canvas, generators)
             seen = observe(logits_NV, asked_BL, needs, self.backbone.forbidden_ids, self.temperature, uniform_BL)
+            if self.drift is not None:
+                seen = replace(seen, kl_BLH=self.drift.update(logits_NV, asked_BL))
         if opens and block_rule.needs:
             with self._stage("where", block_rule.has_router):
                 canvas.open_blocks(opening_B, block_rule.form(canvas, seen, opening_B) & canvas.masked_BL)
@@ -212,10 +218,15 @@ class Decoder:
                     observer.finished(completion)
             left = [row for row, still_open in enumerate(open_rows) if still_open]
             self.step_cache.keep(left)
+            if self.drift is not None:
+                self.drift.keep(left)
             return completions, canvas.keep(left) if left else None
 
-    def _new_cache(self) -> None:
+    def _forget(self) -> None:
+        """Nothing of an earlier forward is left."""
         self.step_cache = StepCache(self.backbone, self.method)
+        steps = self.method.commit.kl_steps
+        self.drift = Drift(steps, self.backbone.forbidden_ids) if steps else None
 
     def _uniform(self, canvas: Canvas, generators: dict[str, torch.Generator]) -> Tensor | None:
         if self.temperature == 0:

@@ -25,6 +25,7 @@ class Observation:
         second_BL: the second largest probability.
         entropy_BL: entropy in nats.
         margin_BL: largest minus second largest logit.
+        kl_BLH: KL divergences of the last H steps, newest last, see `infer.drift`; kept where nothing was asked.
         vocab_size: V, over which entropy is normalised.
 
     A statistic that nobody asked for is None.
@@ -37,6 +38,7 @@ class Observation:
     second_BL: Tensor | None = None
     entropy_BL: Tensor | None = None
     margin_BL: Tensor | None = None
+    kl_BLH: Tensor | None = None
 
     @property
     def normalised_entropy_BL(self) -> Tensor:

@@ -39,12 +39,16 @@ class BlockRule(Protocol):
 class CommitRule(Protocol):
     """When: which masked positions of the active block are committed this step.
 
-    Attributes as in `BlockRule`, and contiguous_only: whether the rule means nothing in a block with holes.
+    Attributes as in `BlockRule`, and
+        contiguous_only: whether the rule means nothing in a block with holes.
+        kl_steps: of how many steps it reads the KL divergences, `Observation.kl_BLH`. Where above 0, the denoiser is
+            asked for every mask that a step computes, not for the block's alone: they are followed before it opens.
     """
 
     needs: frozenset[str]
     has_router: bool
     contiguous_only: bool
+    kl_steps: int
 
     def bind(self, backbone: Backbone, gen_length: int) -> None: ...
 
@@ -72,6 +76,7 @@ class Rule:
     contiguous = True
     moving = False
     contiguous_only = False
+    kl_steps = 0
 
     def bind(self, backbone: Backbone, gen_length: int) -> None:
         pass

@@ -10,6 +10,7 @@ from infer.rules import Method, Rule
 from infer.when.dilated import Dilated, DilatedCounts
 from infer.when.entropy_bound import EntropyBound
 from infer.when.factor import Factor
+from infer.when.klass import Klass
 from infer.when.local_leap import LocalLeap
 from infer.when.lps import Lps
 from infer.when.oracle import Oracle
@@ -24,9 +25,10 @@ from tests.conftest import BLOCK_LENGTH, GEN_LENGTH
 
 METHODS = (
     "sequential", "top_3", "threshold", "full", "lbs", "lps", "eb_decode", "oracle", "factor", "local_leap",
-    "eb_sampler", "dus", "dus_counts", "lsp", "lsp_fixed_prefix", "lsp_scattered", "random", "spaced",
+    "eb_sampler", "klass", "klass_learned", "dus", "dus_counts", "lsp", "lsp_fixed_prefix", "lsp_scattered", "random",
+    "spaced",
 )  # fmt: skip
-CACHED = ("sequential", "threshold", "full", "eb_decode", "lsp", "dus_counts")
+CACHED = ("sequential", "threshold", "full", "eb_decode", "lsp", "dus_counts", "klass", "klass_learned")
 
 
 @pytest.fixture
@@ -45,6 +47,8 @@ def make_method(lbs, lps):
             "factor": (fixed, Factor()),
             "local_leap": (learned, LocalLeap(0.4, 2, 0.2)),
             "eb_sampler": (fixed, EntropyBound(1.0)),
+            "klass": (fixed, Klass(0.3, 2.0, 2)),
+            "klass_learned": (learned, Klass(0.3, 2.0, 3)),
             "dus": (fixed, Dilated()),
             "dus_counts": (learned, DilatedCounts()),
             "lsp": (Suffix(), StablePrefix()),

@@ -15,6 +15,7 @@ from infer.rules import Method, best_BL, order_BL
 from infer.when.dilated import Dilated, DilatedCounts, plan
 from infer.when.entropy_bound import EntropyBound
 from infer.when.factor import Factor
+from infer.when.klass import Klass
 from infer.when.local_leap import LocalLeap
 from infer.when.lps import Lps
 from infer.when.oracle import Oracle
@@ -106,6 +107,9 @@ def test_oracle(scene):
     check(Oracle(), scene, expected)
 
 
+KL_STEPS = 3  # divergences that `blocks` draws for every position
+
+
 # The rules below read the block as well: how large it is, what of it is committed, and how long it has been open.
 @st.composite
 def blocks(draw, rows=3):
@@ -123,6 +127,7 @@ def blocks(draw, rows=3):
                 ("confidence", VALUES),
                 ("entropy", st.sampled_from([0.0, 0.02, 0.1, 0.1, 0.7, 4.0])),
                 ("margin", st.sampled_from([0.0, 0.5, 1.0, 2.0, 30.0])),
+                ("kl", st.tuples(*[st.sampled_from([0.0, 0.001, 0.02, 9.0, math.inf])] * KL_STEPS)),
                 ("top1", st.integers(0, 3)),
             )
         }
@@ -134,7 +139,7 @@ def flags_of(batch, name):
     return torch.tensor([row[name] for row in batch])
 
 
-def scene_of(batch):
+def scene_of(batch, kl_steps=KL_STEPS):
     """Canvas and observation of `blocks`."""
     canvas = canvas_of(len(batch[0]["block"]), len(batch))
     canvas.open_blocks(torch.ones(len(batch), dtype=torch.bool), flags_of(batch, "block"))
@@ -147,6 +152,7 @@ def scene_of(batch):
         confidence_BL=flags_of(batch, "confidence"),
         entropy_BL=flags_of(batch, "entropy"),
         margin_BL=flags_of(batch, "margin"),
+        kl_BLH=flags_of(batch, "kl")[..., KL_STEPS - kl_steps :],
     )
     return canvas, seen
 
@@ -173,11 +179,11 @@ def float32(value):
 
 def compare(rule, batch, expected):
     """`expected(row, candidates)`: the positions that a rule commits in one row, in plain Python."""
-    canvas, seen = scene_of(batch)
+    canvas, seen = scene_of(batch, rule.kl_steps)
     rule.bind(Toy(), canvas.gen_length)
     chosen = rule.choose(canvas, seen, canvas.candidates_BL)
     # Another order of the rows gives the same, row by row.
-    turned, turned_seen = scene_of(batch[::-1])
+    turned, turned_seen = scene_of(batch[::-1], rule.kl_steps)
     turned.lot_BL = canvas.lot_BL.flip(0)
     assert torch.equal(rule.choose(turned, turned_seen, turned.candidates_BL).flip(0), chosen)
     for i, row in enumerate(batch):
@@ -261,6 +267,23 @@ def test_entropy_bound(batch, gamma, proxy):
         return order[: max(1, count)]
 
     compare(EntropyBound(gamma, proxy), batch, expected)
+
+
+@CASES
+@given(
+    batch=blocks(),
+    tau=st.sampled_from([0.1, 0.5, 0.95]),
+    epsilon=st.sampled_from([0.01, 0.02, 1.0]),
+    steps=st.integers(1, KL_STEPS),
+    k=st.integers(1, 3),
+)
+def test_klass(batch, tau, epsilon, steps, k):
+    def expected(row, candidates):
+        steady = [j for j in candidates if all(float32(kl) < float32(epsilon) for kl in row["kl"][j][-steps:])]
+        ready = [j for j in steady if float32(row["confidence"][j]) >= float32(tau)]
+        return ready or ranked(row, candidates, "confidence")[:k]
+
+    compare(Klass(float32(tau), float32(epsilon), steps, k), batch, expected)
 
 
 def rounds_of(size, base, base_skip):
@@ -583,6 +606,10 @@ def test_pack_left():
         (lambda r: LocalLeap(kappa=1.5), "kappa=1.5"),
         (lambda r: EntropyBound(-0.1), "gamma=-0.1"),
         (lambda r: EntropyBound(proxy="luck"), "proxy='luck'.*entropy"),
+        (lambda r: Klass(tau=1.5), "tau=1.5"),
+        (lambda r: Klass(epsilon=0.0), "epsilon=0.0"),
+        (lambda r: Klass(steps=0), "steps=0"),
+        (lambda r: Klass(k=0), "k=0"),
         (lambda r: Dilated(1), "base=1"),
         (lambda r: Dilated(base_skip=-1), "base_skip=-1"),
         (lambda r: Dilated(skip_below=2), "skip_below=2"),
