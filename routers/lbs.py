@@ -96,9 +96,24 @@ def lbs_loss(
     favours correct, low-loss positions, and a regulariser that rewards larger total inclusion". Its optimum includes a
     position exactly where the expected w_i * l_i is below lambda.
 
-    `cap` bounds w_i * l_i at cap * lambda. [reading] Where the mean cost is above lambda, as it is uncapped for a
-    backbone that is often wrong, all logits fall until the sigmoid is flat, and nothing is ever included.
+    `cap` bounds w_i * l_i at cap * lambda. [reading] Where the mean of what it bounds is far from lambda, all logits
+    move together until the sigmoid is flat, and nothing, or everything, is included for good: see `balanced_cap`.
     """
     weight_BK = torch.where(right_BK, 1.0, wrong_weight)
     cost_BK = logit_BK.sigmoid() * ((weight_BK * loss_BK).clamp_max(cap * reward) - reward)
     return (cost_BK * valid_BK).sum() / valid_BK.sum().clamp_min(1)
+
+
+def balanced_cap(cost_N: Tensor, reward: float) -> float:
+    """The `cap` at which costs w_i * l_i (N,) of training positions, bounded by it, have `reward` as their mean.
+
+    Including everything is then worth as much as including nothing, and training starts with no push either way. inf
+    where even the unbounded mean is not above `reward`.
+    """
+    cost_N = cost_N.double().sort().values
+    # With the k smallest costs as they are and the others at the bound c: sum of those + (N - k) * c = N * reward.
+    below_N = torch.nn.functional.pad(cost_N.cumsum(0)[:-1], (1, 0))
+    count = len(cost_N)
+    bound_N = (count * reward - below_N) / torch.arange(count, 0, -1, dtype=torch.double)
+    fits_N = bound_N <= cost_N
+    return float(bound_N[fits_N.int().argmax()] / reward) if bool(fits_N.any()) else math.inf

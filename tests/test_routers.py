@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from routers.checkpoint import check_fits, router_hash
 from routers.config import LBSConfig, LPSConfig, Origin
-from routers.lbs import LBS, lbs_loss
+from routers.lbs import LBS, balanced_cap, lbs_loss
 from routers.lps import LPS, Features, lps_loss
 from routers.threshold import ThresholdPoint, best_threshold, threshold_table
 
@@ -112,6 +113,25 @@ def test_lbs_loss_is_its_formula_and_has_its_optimum():
     assert value < 0
     assert (free[0, :3] > 0).tolist() == [True, False, True]
     assert free[0, 3] == 0
+
+
+@pytest.mark.parametrize("reward", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("wrong", [0.05, 0.4, 0.9])
+def test_a_balanced_cap_pushes_neither_way(reward, wrong):
+    """With every logit equal, the loss has no slope along all of them together."""
+    generator = torch.Generator().manual_seed(0)
+    right = torch.rand(4, 500, generator=generator) >= wrong
+    loss = torch.where(right, 0.05, 6.0) * torch.rand(4, 500, generator=generator)
+    cost = (torch.where(right, 1.0, 2.0) * loss).flatten()
+    cap = balanced_cap(cost, reward)
+    if cost.mean() <= reward:
+        assert cap == math.inf
+        return
+    assert cap > 1 and cost.clamp_max(cap * reward).mean().item() == pytest.approx(reward, rel=1e-5)
+    shift = torch.zeros((), requires_grad=True)
+    valid = torch.ones_like(right)
+    lbs_loss(shift.expand(4, 500), loss, right, valid, wrong_weight=2.0, reward=reward, cap=cap).backward()
+    assert abs(shift.grad.item()) < 1e-5
 
 
 def test_a_cap_bounds_the_cost_and_keeps_what_is_worth_including():

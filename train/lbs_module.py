@@ -1,7 +1,9 @@
 """The Lightning module of LBS."""
 
 import math
+from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from routers.lbs import LBS, lbs_loss
@@ -9,6 +11,20 @@ from train.router_module import RouterModule
 from train.trace_data import RowBatch
 
 COLUMNS = ("position", "top1", "entropy", "loss", "right")
+
+
+def counted(batch: RowBatch, eos_id: int) -> Tensor:
+    """Positions (B, K) bool that have a loss."""
+    return batch.valid_BK & (batch.lists["top1"] != eos_id)
+
+
+def costs(batches: Iterable[RowBatch], eos_id: int, wrong_weight: float) -> Tensor:
+    """w_i * l_i (N,) of all positions that have a loss."""
+    parts = []
+    for batch in batches:
+        weight_BK = torch.where(batch.lists["right"], 1.0, wrong_weight)
+        parts.append((weight_BK * batch.lists["loss"])[counted(batch, eos_id)])
+    return torch.cat(parts)
 
 
 class LBSModule(RouterModule):
@@ -29,6 +45,6 @@ class LBSModule(RouterModule):
         lists = batch.lists
         entropy_BK = lists["entropy"] / math.log(self.router.config.origin.vocab_size)
         logit_BK = self.router(entropy_BK, lists["top1"].long(), lists["position"].long(), batch.valid_BK)
-        counted_BK = batch.valid_BK & (lists["top1"] != self.eos_id)
+        counted_BK = counted(batch, self.eos_id)
         loss = lbs_loss(logit_BK, lists["loss"], lists["right"], counted_BK, **self.loss)
         return loss, logit_BK, lists["right"], counted_BK
