@@ -64,9 +64,11 @@ class TransformersBackbone:
 
     @torch.inference_mode()
     def logits(self, tokens_BT: Tensor, pad_B: Tensor, asked_BT: Tensor) -> Tensor:
+        # Looked up before the trunk is queued: on a GPU the host waits here for little, and behind it for nothing.
+        row_N, column_N = self._predicting(asked_BT, pad_B)
         inputs = padding_inputs(pad_B, tokens_BT.shape[1])
         hidden_BTd = self.model.model(input_ids=tokens_BT, use_cache=False, **inputs).last_hidden_state
-        return self.model.lm_head(hidden_BTd[self._predicting(asked_BT, pad_B)])
+        return self.model.lm_head(hidden_BTd[row_N, column_N])
 
     def _predicting(self, asked_BT: Tensor, pad_B: Tensor) -> tuple[Tensor, Tensor]:
         """Row and column (N,) of the hidden states that predict the asked positions, in row-major order.
@@ -103,6 +105,8 @@ class TransformersBackbone:
         column_RK, valid_RK = pack_left(compute_BT[rows_R])
         position_RK = (column_RK - pad_R1).clamp_min(0)
         cache.aim(rows_R, position_RK, valid_RK)
+        # Computed positions are packed in their order, rows in theirs.
+        packed_N = compute_BT.cumsum(dim=1)[row_N, column_N] - 1
         real_RS = torch.arange(cache.length, device=pad_B.device) < tokens_BT.shape[1] - pad_R1
         hidden_RKd = self.model.model(
             input_ids=tokens_BT[rows_R].gather(1, column_RK),
@@ -111,8 +115,6 @@ class TransformersBackbone:
             cache=cache,
             use_cache=True,
         ).last_hidden_state
-        # Computed positions are packed in their order, rows in theirs.
-        packed_N = compute_BT.cumsum(dim=1)[row_N, column_N] - 1
         return self.model.lm_head(hidden_RKd[(rows_B.cumsum(dim=0) - 1)[row_N], packed_N])
 
 

@@ -21,12 +21,12 @@ class PlainLoop:
     def __init__(self, backbone: Backbone, *, gen_length: int, block_length: int, stop: str, tau: float | None):
         self.backbone, self.gen_length, self.block_length = backbone, gen_length, block_length
         self.stop, self.tau = stop, tau
-        self.clock = Clock()
+        self.clock = Clock(waits=True)
 
     def warm_up(self, requests: list[Request]) -> None:
         for _ in self.run(requests[:1]):
             pass
-        self.clock = Clock()
+        self.clock = Clock(waits=True)
 
     @torch.inference_mode()
     def run(self, requests: Iterable[Request]) -> Iterator[Completion]:

@@ -57,7 +57,7 @@ class Comparison:
         self.methods = methods
         self.referee = reference
         self.samples: dict[str, list[Sample]] = {label: [] for label in methods}
-        self.clocks = {label: Clock() for label in methods}
+        self.clocks = {label: Clock(waits=True) for label in methods}
         self.wall = dict.fromkeys(methods, 0.0)
         self.reference: dict[str, list[int]] = {}
 

@@ -33,7 +33,12 @@ def contestants(cfg: DictConfig, overrides: list[str], backbone, batch_size: int
             setting = f"{entry}{',' if ':' in entry else ':'}cache={cache}"
             method = build_method("speed", setting, overrides)
             found[entry, cache] = Decoder(
-                backbone, method, gen_length=cfg.decode.gen_length, batch_size=batch_size, seed=cfg.decode.seed
+                backbone,
+                method,
+                gen_length=cfg.decode.gen_length,
+                batch_size=batch_size,
+                seed=cfg.decode.seed,
+                timed=True,
             )
     if cfg.plain and batch_size == 1:
         d = cfg.decode

@@ -31,7 +31,12 @@ class StepCache:
         self.moving = method.block.moving
         self.cache = None
         self.start_B: Tensor | None = None  # first generation position that was masked at the row's last forward
-        self.computed = 0  # positions computed so far, padding left out
+        self._computed: int | Tensor = 0
+
+    @property
+    def computed(self) -> int:
+        """Positions computed so far, padding left out."""
+        return int(self._computed)
 
     def keep(self, rows: list[int]) -> None:
         if self.cache is not None:
@@ -50,16 +55,17 @@ class StepCache:
         length = canvas.gen_length
         asked_BT = torch.nn.functional.pad(asked_BL, (canvas.tokens_BT.shape[1] - length, 0))
         if self.kind == "none":
-            self.computed += canvas.tokens_BT.numel() - int(canvas.pad_B.sum())
+            self._computed += sum(len(prompt) + length for prompt in canvas.prompts)
             return self.backbone.logits(canvas.tokens_BT, canvas.pad_B, asked_BT)
         refill_B, compute_BL = self._plan(canvas, opening_B)
         self.start_B = canvas.masked_BL.to(torch.uint8).argmax(dim=1)
         compute_BT = torch.nn.functional.pad(compute_BL, (asked_BT.shape[1] - length, 0))
         every_BT = torch.arange(asked_BT.shape[1], device=asked_BL.device) >= canvas.pad_B[:, None]
 
-        if bool(refill_B.all()):
+        refilling = int(refill_B.sum())
+        if refilling == len(refill_B):
             return self._forward(canvas, refill_B, every_BT, asked_BT)
-        if not bool(refill_B.any()):
+        if refilling == 0:
             return self._forward(canvas, ~refill_B, compute_BT, asked_BT)
         # Rows that refill and rows that do not have too different lengths to share a forward.
         logits_NV, row_N = None, asked_BT.nonzero()[:, 0]
@@ -96,5 +102,5 @@ class StepCache:
             self.cache.grow(rows - self.cache.rows, length)
 
     def _forward(self, canvas: Canvas, rows_B: Tensor, compute_BT: Tensor, asked_BT: Tensor) -> Tensor:
-        self.computed += int(compute_BT[rows_B].sum())
+        self._computed = self._computed + (compute_BT & rows_B[:, None]).sum()
         return self.backbone.cached_logits(canvas.tokens_BT, canvas.pad_B, asked_BT, compute_BT, rows_B, self.cache)

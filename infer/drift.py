@@ -51,7 +51,7 @@ class Drift:
             parts.append(kl_M.masked_fill(~self.known_BL[*where], torch.inf))
             self.before_BLV[*where] = now_MV
         newest_BL = self.kl_BLH.new_zeros(asked_BL.shape)
-        newest_BL[asked_BL] = torch.cat(parts)
+        newest_BL[row_N, position_N] = torch.cat(parts)
         moved_BLH = torch.cat([self.kl_BLH[..., 1:], newest_BL[..., None]], dim=2)
         self.kl_BLH = torch.where(asked_BL[..., None], moved_BLH, self.kl_BLH)
         self.known_BL = self.known_BL | asked_BL

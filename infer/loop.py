@@ -2,6 +2,11 @@
 
 Serves generation, traces, evaluation and routers alike. Rows of a batch are at different steps and blocks; a finished
 row leaves and the next request takes its slot. A row's result does not depend on what shares its batch.
+
+On a GPU the host queues work and waits only where it looks at a result. A step of `threshold` without a cache looks
+five times: does a row open a block, which positions are asked for, is any row padded (before the forward), is a logit
+NaN, and which rows are finished (behind it). Learned rules look up ragged widths, caches which rows refill and what is
+computed, filters whether they are through. `tests/test_waiting.py` counts. A clock that waits adds one a stage.
 """
 
 import time
@@ -35,8 +40,13 @@ class Observer(Protocol):
 
 @dataclass
 class Clock:
-    """Seconds spent per stage, forwards of the whole batch, and rows in them. On a GPU each stage is waited for."""
+    """Seconds spent per stage, and forwards of the whole batch.
 
+    `waits`: on a GPU every stage is waited for, so that its time is its own, which costs the speed of queueing ahead.
+    Without, a stage's seconds are those in which it was queued, and waits fall where a result is looked at.
+    """
+
+    waits: bool = False
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     forwards: int = 0
     router_seconds: float = 0.0
@@ -45,7 +55,7 @@ class Clock:
     def stage(self, name: str, device: torch.device, router: bool = False):
         begin = time.perf_counter()
         yield
-        if device.type == "cuda":
+        if self.waits and device.type == "cuda":
             torch.cuda.synchronize(device)
         spent = time.perf_counter() - begin
         self.seconds[name] += spent
@@ -57,7 +67,7 @@ class Decoder:
     """Completes requests with one backbone and one method.
 
     `gen_length` L positions each; `batch_size` rows at once; `temperature` 0 is greedy. At a temperature each row
-    draws from a generator of its own, seeded by `seed` and the request's id.
+    draws from a generator of its own, seeded by `seed` and the request's id. `timed`: the clock waits for each stage.
     """
 
     def __init__(
@@ -71,6 +81,7 @@ class Decoder:
         seed: int = 0,
         observers: Iterable[Observer] = (),
         extra_needs: frozenset[str] = frozenset(),
+        timed: bool = False,
     ):
         if not 1 <= gen_length < backbone.max_length:
             raise ValueError(f"gen_length={gen_length}: need 1 to {backbone.max_length - 1} for {backbone.name}")
@@ -89,7 +100,7 @@ class Decoder:
         self.needs = method.needs | extra_needs
         self.stop = STOP_RULES[method.stop]
         self._forget()
-        self.clock = Clock()
+        self.clock = Clock(waits=timed)
 
     @torch.inference_mode()
     def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
@@ -102,8 +113,8 @@ class Decoder:
                 canvas = self._refill(canvas, waiting, entered, generators)
             if canvas is None:
                 return
-            self._step(canvas, generators)
-            finished, canvas = self._collect(canvas, entered, generators)
+            committed_B = self._step(canvas, generators)
+            finished, canvas = self._collect(canvas, committed_B, entered, generators)
             yield from finished
 
     @torch.inference_mode()
@@ -117,9 +128,10 @@ class Decoder:
             if not bool(canvas.masked_BL.any(dim=1).all()):
                 break
             self._step(canvas, generators)
-        self.clock = Clock()
+        self.clock = Clock(waits=self.clock.waits)
 
-    def _step(self, canvas: Canvas, generators: dict[str, torch.Generator]) -> None:
+    def _step(self, canvas: Canvas, generators: dict[str, torch.Generator]) -> Tensor:
+        """One forward and one decision; which rows committed something, (B,) bool."""
         block_rule, commit_rule = self.method.block, self.method.commit
         # 1. Rows whose block is full open the next one; a rule that reads no statistics does so before the forward.
         with self._stage("where", block_rule.has_router):
@@ -157,12 +169,12 @@ class Decoder:
             for rule in self.method.filters:
                 chosen_BL = rule.thin(canvas, seen, chosen_BL)
         with self._stage("bookkeeping"):
-            assert bool(chosen_BL.any(dim=1).all()), "a row committed nothing"
             for observer in self.observers:
                 observer.step(canvas, seen, chosen_BL)
             canvas.commit(chosen_BL, seen.top1_BL)
             canvas.fill_with_eos(self.stop(canvas))
         self.clock.forwards += 1
+        return chosen_BL.any(dim=1)
 
     def _refill(self, canvas, waiting, entered, generators) -> Canvas | None:
         free = self.batch_size - (len(canvas.ids) if canvas else 0)
@@ -191,10 +203,11 @@ class Decoder:
         if request.reference is not None and len(request.reference) != self.gen_length:
             raise ValueError(f"reference of {request.id!r} has {len(request.reference)} tokens, not {self.gen_length}")
 
-    def _collect(self, canvas, entered, generators) -> tuple[list[Completion], Canvas | None]:
+    def _collect(self, canvas, committed_B, entered, generators) -> tuple[list[Completion], Canvas | None]:
         """Takes finished rows out; the rest go on."""
         with self._stage("bookkeeping"):
-            open_rows = canvas.masked_BL.any(dim=1).tolist()
+            open_rows, committed = torch.stack([canvas.masked_BL.any(dim=1), committed_B]).tolist()
+            assert all(committed), "a row committed nothing"
             if all(open_rows):
                 return [], canvas
             completions = []

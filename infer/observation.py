@@ -110,6 +110,7 @@ def observe(
     laid_out = {}
     for name in ("top1", *sorted(needs)):
         flat = found[name]
-        laid_out[f"{name}_BL"] = torch.zeros(asked_BL.shape, dtype=flat.dtype, device=flat.device)
-        laid_out[f"{name}_BL"][asked_BL] = flat
+        empty_BL = torch.zeros(asked_BL.shape, dtype=flat.dtype, device=flat.device)
+        # Not empty_BL[asked_BL] = flat, which would look for the positions anew for every statistic.
+        laid_out[f"{name}_BL"] = empty_BL.masked_scatter(asked_BL, flat)
     return Observation(asked_BL=asked_BL, vocab_size=logits_NV.shape[1], **laid_out)

@@ -36,8 +36,9 @@ class Encoder(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, x_BKd: Tensor, valid_BK: Tensor) -> Tensor:
-        # A single row, or rows of equal length, need no mask, and attention without one is faster.
-        mask = None if bool(valid_BK.all()) else valid_BK
+        # A single row, or rows of equal length, need no mask, and attention without one is faster. Not on a GPU, where
+        # a look at the result would make the host wait for the whole forward behind which it is queued.
+        mask = None if valid_BK.device.type == "cpu" and bool(valid_BK.all()) else valid_BK
         for block in self.blocks:
             x_BKd = block(x_BKd, mask)
         return self.norm(x_BKd)
