@@ -162,12 +162,7 @@ class Decoder:
                 canvas.open_blocks(opening_B, block_rule.form(canvas, seen, opening_B) & canvas.masked_BL)
         # 4. Filters narrow what the commit rule may choose, it decides, filters thin.
         with self._stage("when", commit_rule.has_router):
-            candidates_BL = canvas.candidates_BL
-            for rule in self.method.filters:
-                candidates_BL = rule.admit(canvas, seen, candidates_BL)
-            chosen_BL = commit_rule.choose(canvas, seen, candidates_BL)
-            for rule in self.method.filters:
-                chosen_BL = rule.thin(canvas, seen, chosen_BL)
+            chosen_BL = self.method.decide(canvas, seen)
         with self._stage("bookkeeping"):
             for observer in self.observers:
                 observer.step(canvas, seen, chosen_BL)

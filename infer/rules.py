@@ -120,6 +120,16 @@ class Method:
         """Statistics at every step; the block rule's come on top at the steps that open a block."""
         return frozenset().union(self.commit.needs, *(f.needs for f in self.filters))
 
+    def decide(self, canvas: Canvas, seen: Observation) -> Tensor:
+        """What commits now, (B, L) bool: filters narrow the candidates, the commit rule chooses, filters thin."""
+        candidates_BL = canvas.candidates_BL
+        for rule in self.filters:
+            candidates_BL = rule.admit(canvas, seen, candidates_BL)
+        chosen_BL = self.commit.choose(canvas, seen, candidates_BL)
+        for rule in self.filters:
+            chosen_BL = rule.thin(canvas, seen, chosen_BL)
+        return chosen_BL
+
 
 def best_BL(score_BL: Tensor, candidates_BL: Tensor) -> Tensor:
     """The candidate of the largest score in each row, (B, L) bool; ties go to the lowest position."""
