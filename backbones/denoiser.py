@@ -16,11 +16,12 @@ from backbones.hub import find_checkpoint
 from backbones.kv_cache import IndexedCache
 from backbones.loading import read_config
 from backbones.packing import pack_left
+from backbones.text import TextBackbone, check_vocabulary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class TransformersBackbone:
+class TransformersBackbone(TextBackbone):
     """`backbones.base.Backbone` over a Llama-like `model` (`.model` the trunk, `.lm_head` the head).
 
     `shifted`: the hidden state at position i - 1 predicts position i, as in models made from autoregressive ones.
@@ -38,45 +39,31 @@ class TransformersBackbone:
         weights_hash: str,
         shifted: bool = False,
     ):
-        self.shifted = shifted
-        self.model, self.tokenizer, self.name = model.eval().requires_grad_(False), tokenizer, name
-        self.mask_id, self.eos_id, self.max_length, self.fingerprint = mask_id, eos_id, max_length, weights_hash
-        self.device, self.dtype = model.lm_head.weight.device, model.lm_head.weight.dtype
-        self.vocab_size = model.lm_head.weight.shape[0]
-        unknown = set(range(self.vocab_size)) - set(tokenizer.get_vocab().values())
-        self.forbidden_ids = torch.tensor(sorted(unknown | {mask_id}), device=self.device)
+        head = model.lm_head.weight
+        super().__init__(
+            tokenizer,
+            name=name,
+            mask_id=mask_id,
+            eos_id=eos_id,
+            max_length=max_length,
+            weights_hash=weights_hash,
+            vocab_size=head.shape[0],
+            device=head.device,
+            dtype=head.dtype,
+        )
+        self.shifted, self.model = shifted, model.eval().requires_grad_(False)
 
     @property
     def embedding(self) -> Tensor:
         return self.model.model.embed_tokens.weight
 
-    def encode(self, prompt: str) -> tuple[int, ...]:
-        if not self.tokenizer.chat_template:
-            return tuple(self.tokenizer(prompt).input_ids)
-        messages = [{"role": "user", "content": prompt}]
-        return tuple(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
-
-    def decode(self, ids: Tensor) -> str:
-        ids = ids.tolist()
-        if self.eos_id in ids:
-            ids = ids[: ids.index(self.eos_id)]
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
-
     @torch.inference_mode()
     def logits(self, tokens_BT: Tensor, pad_B: Tensor, asked_BT: Tensor) -> Tensor:
         # Looked up before the trunk is queued: on a GPU the host waits here for little, and behind it for nothing.
-        row_N, column_N = self._predicting(asked_BT, pad_B)
+        row_N, column_N = predicting(asked_BT, pad_B, self.shifted)
         inputs = padding_inputs(pad_B, tokens_BT.shape[1])
         hidden_BTd = self.model.model(input_ids=tokens_BT, use_cache=False, **inputs).last_hidden_state
         return self.model.lm_head(hidden_BTd[row_N, column_N])
-
-    def _predicting(self, asked_BT: Tensor, pad_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Row and column (N,) of the hidden states that predict the asked positions, in row-major order.
-
-        A row's first position has none before it and is predicted by its own, as in Dream's published sampler.
-        """
-        row_N, column_N = asked_BT.nonzero(as_tuple=True)
-        return row_N, torch.maximum(column_N - 1, pad_B[row_N]) if self.shifted else column_N
 
     def new_cache(self, rows: int, length: int) -> IndexedCache:
         """An empty cache for `rows` rows of up to `length` real positions each."""
@@ -98,7 +85,7 @@ class TransformersBackbone:
         rows is read from it. The result is that of `logits` where every real position is computed.
         """
         rows_R = rows_B.nonzero()[:, 0]
-        row_N, column_N = self._predicting(asked_BT & rows_B[:, None], pad_B)
+        row_N, column_N = predicting(asked_BT & rows_B[:, None], pad_B, self.shifted)
         if self.shifted:
             compute_BT = compute_BT.index_put((row_N, column_N), compute_BT.new_ones(()))
         pad_R1 = pad_B[rows_R][:, None]
@@ -144,18 +131,14 @@ def _load(
     device: str,
     shifted: bool = False,
 ) -> TransformersBackbone:
-    if dtype not in DTYPES:
-        raise ValueError(f"backbone.dtype={dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
-    config = read_config(folder)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    check_dtype(dtype)
+    config, device = read_config(folder), resolve_device(device)
     tokenizer = tokenizer_class.from_pretrained(folder, local_files_only=True)
     mask_id = special_id(folder, config, "mask_token_id")
     eos_id = special_id(folder, config, "eos_token_id")
     check_memory(folder, DTYPES[dtype], device)
     model = load_model(folder, DTYPES[dtype], device)
-    entries, width = max(tokenizer.get_vocab().values(), default=-1) + 1, model.lm_head.weight.shape[0]
-    if entries > width:
-        raise ValueError(f"backbone.path={folder}: the tokenizer has {entries} ids, the model only {width}")
+    check_vocabulary(folder, tokenizer, model.lm_head.weight.shape[0])
     return TransformersBackbone(
         model,
         tokenizer,
@@ -166,6 +149,26 @@ def _load(
         weights_hash=fingerprint(folder),
         shifted=shifted,
     )
+
+
+def predicting(asked_BT: Tensor, pad_B: Tensor, shifted: bool) -> tuple[Tensor, Tensor]:
+    """Row and column (N,) of the outputs that predict the asked positions, in row-major order.
+
+    `shifted`: position i - 1 predicts i. A row's first position has none before it and is predicted by its own, as in
+    Dream's published sampler.
+    """
+    row_N, column_N = asked_BT.nonzero(as_tuple=True)
+    return row_N, torch.maximum(column_N - 1, pad_B[row_N]) if shifted else column_N
+
+
+def check_dtype(dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(f"backbone.dtype={dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
+
+
+def resolve_device(device: str) -> str:
+    """`auto` is the GPU where there is one."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def special_id(folder: Path, config: dict, field: str) -> int:

@@ -13,7 +13,7 @@ from rich.table import Table
 from transformers import PretrainedConfig, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from backbones.checkpoint import headers, weight_files
-from backbones.denoiser import DTYPES, special_id
+from backbones.denoiser import DTYPES, check_dtype, special_id
 from backbones.dream_format import qwen2_config
 from backbones.hub import find_checkpoint
 from backbones.llada_format import llama_config, to_llama_name
@@ -76,8 +76,7 @@ def memory(
 @hydra.main(config_path="../conf", config_name="describe", version_base="1.3")
 def main(cfg: DictConfig) -> None:
     b = cfg.backbone
-    if b.dtype not in DTYPES:
-        raise ValueError(f"backbone.dtype={b.dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
+    check_dtype(b.dtype)
     if cfg.batch_size < 1 or cfg.length < 1:
         raise ValueError(f"batch_size={cfg.batch_size}, length={cfg.length}: need at least 1")
     folder = find_checkpoint(b.path, b.get("revision"))

@@ -54,7 +54,7 @@ def milliseconds(work: Callable[[], object], repeats: int, device: torch.device)
 class Shape:
     """Stands in for the backbone where a rule is bound: ids, device and embedding."""
 
-    name, fingerprint, vocab_size = "random", "random", LLADA_8B["vocab_size"]
+    name, fingerprint, vocabulary, vocab_size = "random", "random", "random", LLADA_8B["vocab_size"]
 
     def __init__(self, model: LlamaForCausalLM):
         self.embedding, self.device = model.model.embed_tokens.weight, model.lm_head.weight.device

@@ -79,23 +79,32 @@ class Fits(Protocol):
 
     name: str
     fingerprint: str
+    vocabulary: str
     vocab_size: int
 
 
 def check_fits(config: RouterConfig, backbone: Fits, gen_length: int, allow_transfer: bool = False) -> None:
     """ValueError naming what differs where a router is put on another backbone or generation length.
 
-    `allow_transfer` lets LPS go anywhere and LBS to other weights, but LBS only within one vocabulary size and
-    generation length: its embeddings are tied to both (§6.4).
+    `allow_transfer` lets LPS go anywhere and LBS to other weights, but LBS only within one vocabulary and generation
+    length: its embeddings are tied to both (§6.4).
     """
     origin = config.origin
-    differs = []
-    if origin.fingerprint != backbone.fingerprint and not allow_transfer:
-        differs.append(f"backbone {origin.backbone}/{origin.fingerprint}, not {backbone.name}/{backbone.fingerprint}")
-    tied = config.kind == "lbs" or not allow_transfer
-    if origin.vocab_size != backbone.vocab_size and tied:
-        differs.append(f"vocabulary {origin.vocab_size}, not {backbone.vocab_size}")
-    if origin.gen_length != gen_length and tied:
-        differs.append(f"gen_length {origin.gen_length}, not {gen_length}")
-    if differs:
-        raise ValueError(f"router.{config.kind} was trained for " + "; ".join(differs))
+    weights, tied = [], []
+    if origin.fingerprint != backbone.fingerprint:
+        weights.append(f"backbone {origin.backbone}/{origin.fingerprint}, not {backbone.name}/{backbone.fingerprint}")
+    if origin.vocab_size != backbone.vocab_size:
+        tied.append(f"vocabulary {origin.vocab_size}, not {backbone.vocab_size}")
+    elif origin.vocabulary not in (None, backbone.vocabulary):
+        tied.append(f"vocabulary {origin.vocabulary}, not {backbone.vocabulary}, which has other tokens")
+    if origin.gen_length != gen_length:
+        tied.append(f"gen_length {origin.gen_length}, not {gen_length}")
+    stays = config.kind == "lbs" and tied
+    if not (weights or tied) or (allow_transfer and not stays):
+        return
+    advice = (
+        "LBS does not transfer to another vocabulary or length, train one there"
+        if stays
+        else "router.allow_transfer=true lets it go there"
+    )
+    raise ValueError(f"router.{config.kind} was trained for {'; '.join(weights + tied)}: {advice}")

@@ -17,6 +17,7 @@ class Origin:
         mask_id: its mask token.
         gen_length: L of the traces.
         block_length: block size of the traces; the fallback size where blocks are learned.
+        vocabulary: hash of its tokens and their ids; None in exports made before it was kept.
     """
 
     backbone: str
@@ -25,6 +26,7 @@ class Origin:
     mask_id: int
     gen_length: int
     block_length: int
+    vocabulary: str | None = None
 
 
 def check_heads(config: "RouterConfig") -> None:

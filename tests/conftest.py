@@ -77,6 +77,7 @@ def origin(backbone):
         mask_id=backbone.mask_id,
         gen_length=GEN_LENGTH,
         block_length=BLOCK_LENGTH,
+        vocabulary=backbone.vocabulary,
     )
 
 

@@ -18,7 +18,7 @@ from routers.lps import LPS, Features, lps_loss
 from routers.threshold import ThresholdPoint, best_threshold, threshold_table
 
 LLADA_8B = Origin("llada_8b", "0", vocab_size=126464, mask_id=126336, gen_length=512, block_length=32)
-LLADA_TINY = Origin("llada_tiny", "0", vocab_size=2048, mask_id=3, gen_length=128, block_length=32)
+LLADA_TINY = Origin("llada_tiny", "0", vocab_size=2048, mask_id=3, gen_length=128, block_length=32, vocabulary="v")
 
 
 def parameters(router):
@@ -229,22 +229,28 @@ def test_damaged_exports_are_refused(tmp_path, lps):
 
 
 def test_a_router_of_another_backbone_or_length_is_refused():
-    here = SimpleNamespace(name="here", fingerprint="0", vocab_size=2048)
-    there = SimpleNamespace(name="there", fingerprint="1", vocab_size=2048)
-    big = SimpleNamespace(name="big", fingerprint="2", vocab_size=4096)
+    here = SimpleNamespace(name="here", fingerprint="0", vocab_size=2048, vocabulary="v")
+    there = SimpleNamespace(name="there", fingerprint="1", vocab_size=2048, vocabulary="v")
+    renamed = SimpleNamespace(name="renamed", fingerprint="3", vocab_size=2048, vocabulary="w")
+    big = SimpleNamespace(name="big", fingerprint="2", vocab_size=4096, vocabulary="x")
     lbs, lps = LBSConfig(LLADA_TINY, embedding_size=8), LPSConfig(LLADA_TINY)
     for config in (lbs, lps):
         check_fits(config, here, 128)
-        with pytest.raises(ValueError, match="backbone llada_tiny/0, not there/1"):
+        with pytest.raises(ValueError, match="backbone llada_tiny/0, not there/1: router.allow_transfer=true lets it"):
             check_fits(config, there, 128)
         with pytest.raises(ValueError, match="gen_length 128, not 64"):
             check_fits(config, here, 64)
-    check_fits(lps, big, 64, allow_transfer=True)
+    for elsewhere in (big, renamed):
+        check_fits(lps, elsewhere, 64, allow_transfer=True)
     check_fits(lbs, there, 128, allow_transfer=True)
-    with pytest.raises(ValueError, match="vocabulary 2048, not 4096"):
+    with pytest.raises(ValueError, match="vocabulary 2048, not 4096: LBS does not transfer"):
         check_fits(lbs, big, 128, allow_transfer=True)
-    with pytest.raises(ValueError, match="gen_length 128, not 64"):
+    with pytest.raises(ValueError, match="vocabulary v, not w, which has other tokens: LBS does not transfer"):
+        check_fits(lbs, renamed, 128, allow_transfer=True)
+    with pytest.raises(ValueError, match="gen_length 128, not 64: LBS does not transfer"):
         check_fits(lbs, there, 64, allow_transfer=True)
+    # Exports from before the vocabulary was kept are checked for its size alone.
+    check_fits(replace(lbs, origin=replace(LLADA_TINY, vocabulary=None)), renamed, 128, allow_transfer=True)
 
 
 @pytest.mark.parametrize(

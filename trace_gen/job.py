@@ -1,7 +1,5 @@
 """Makes the traces that a config asks for: resolves the spec, decodes what is missing, writes shards, sums up."""
 
-import hashlib
-import json
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,13 +49,12 @@ class Summary:
 
 def make_spec(cfg: DictConfig, backbone: Backbone) -> dict[str, Any]:
     """All that decides the content of the traces, JSON-like."""
-    tokenizer = hashlib.sha256(json.dumps(sorted(backbone.tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
     spec = {
         "kind": cfg.trace.kind,
         "backbone": {
             "name": backbone.name,
             "fingerprint": backbone.fingerprint,
-            "tokenizer": tokenizer,
+            "tokenizer": backbone.vocabulary,
             "vocab_size": backbone.vocab_size,
             "mask_id": backbone.mask_id,
             "dtype": str(backbone.dtype).removeprefix("torch."),

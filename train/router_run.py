@@ -58,6 +58,7 @@ def origin_of(store: TraceStore) -> Origin:
         mask_id=backbone["mask_id"],
         gen_length=decode["gen_length"],
         block_length=decode["block_length"],
+        vocabulary=backbone["tokenizer"],
     )
 
 
