@@ -9,10 +9,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 NEEDED = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
 
 
-def find_checkpoint(path: str, revision: str | None = None) -> Path:
+def find_checkpoint(path: str, revision: str | None = None, with_code: bool = False) -> Path:
     """The folder of `path`: as given, or relative to the repository, or else a hub id such as `GSAI-ML/LLaDA-8B-Base`.
 
-    Nothing of it is ever executed: code in a checkpoint is not downloaded.
+    Nothing of it is executed here, and code in a checkpoint is not even downloaded, except `with_code`.
     """
     folder = Path(path).expanduser()
     for candidate in (folder, REPOSITORY / folder):
@@ -21,7 +21,7 @@ def find_checkpoint(path: str, revision: str | None = None) -> Path:
     if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
         raise ValueError(f"backbone.path={path}: no such folder; give one, or a hub id such as GSAI-ML/LLaDA-8B-Base")
     try:
-        return Path(snapshot_download(path, revision=revision, allow_patterns=NEEDED))
+        return Path(snapshot_download(path, revision=revision, allow_patterns=NEEDED + ["*.py"] * with_code))
     except RepositoryNotFoundError as error:
         raise ValueError(f"backbone.path={path}: neither a folder here nor a repository on the hub") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:

@@ -25,8 +25,9 @@ class StepCache:
     """Runs the forwards of a decode and keeps the backbone's cache in step with the canvas."""
 
     def __init__(self, backbone: Backbone, method: Method):
-        if method.cache != "none" and not hasattr(backbone, "new_cache"):
-            raise ValueError(f"cache={method.cache}: {backbone.name} has no cache; use cache=none")
+        if method.cache != "none" and getattr(backbone, "new_cache", None) is None:
+            why = f" ({backbone.why_no_cache})" if hasattr(backbone, "why_no_cache") else ""
+            raise ValueError(f"cache={method.cache}: {backbone.name} has no cache{why}; use cache=none")
         self.backbone, self.kind, self.refresh_every = backbone, method.cache, method.refresh_every
         self.moving = method.block.moving
         self.cache = None
