@@ -17,16 +17,16 @@ def make_bidirectional(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def padding_inputs(pad_B: Tensor, length: int) -> dict[str, Tensor]:
+def padding_inputs(pad_B: Tensor, length: int, always: bool = False) -> dict[str, Tensor]:
     """Attention mask and position ids for rows whose first `pad_B[b]` positions are padding.
 
     Positions count from the first real token, so a row's rotary angles do not depend on what shares its batch.
-    Returns `position_ids` (B, T) int64 and, only if some row is padded, `attention_mask` (B, 1, T, T) bool, a
-    broadcast view: every query sees the real tokens of its row.
+    Returns `position_ids` (B, T) int64 and, only if some row is padded or `always`, `attention_mask` (B, 1, T, T) bool,
+    a broadcast view: every query sees the real tokens of its row.
     """
     positions_T = torch.arange(length, device=pad_B.device)
     real_BT = positions_T >= pad_B[:, None]
     inputs = {"position_ids": (positions_T - pad_B[:, None]).clamp_min(0)}
-    if not bool(real_BT.all()):
+    if always or not bool(real_BT.all()):
         inputs["attention_mask"] = real_BT[:, None, None, :].expand(-1, 1, length, -1)
     return inputs

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from backbones import dream, llada
 from backbones.bidirectional import padding_inputs
 from backbones.checkpoint import fingerprint, headers
+from backbones.compiled import CompiledTrunk
 from backbones.hub import find_checkpoint
 from backbones.kv_cache import IndexedCache
 from backbones.loading import read_config
@@ -25,6 +26,7 @@ class TransformersBackbone(TextBackbone):
     """`backbones.base.Backbone` over a Llama-like `model` (`.model` the trunk, `.lm_head` the head).
 
     `shifted`: the hidden state at position i - 1 predicts position i, as in models made from autoregressive ones.
+    `compile`: whole forwards run compiled, and there are no caches, whose steps differ in what they compute.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class TransformersBackbone(TextBackbone):
         max_length: int,
         weights_hash: str,
         shifted: bool = False,
+        compile: bool = False,
     ):
         head = model.lm_head.weight
         super().__init__(
@@ -52,6 +55,9 @@ class TransformersBackbone(TextBackbone):
             dtype=head.dtype,
         )
         self.shifted, self.model = shifted, model.eval().requires_grad_(False)
+        self._hidden = CompiledTrunk(self.model.model, self.device) if compile else self._plain_hidden
+        if compile:
+            self.new_cache, self.why_no_cache = None, "backbone.compile=true compiles whole forwards alone"
 
     @property
     def embedding(self) -> Tensor:
@@ -61,9 +67,11 @@ class TransformersBackbone(TextBackbone):
     def logits(self, tokens_BT: Tensor, pad_B: Tensor, asked_BT: Tensor) -> Tensor:
         # Looked up before the trunk is queued: on a GPU the host waits here for little, and behind it for nothing.
         row_N, column_N = predicting(asked_BT, pad_B, self.shifted)
+        return self.model.lm_head(self._hidden(tokens_BT, pad_B)[row_N, column_N])
+
+    def _plain_hidden(self, tokens_BT: Tensor, pad_B: Tensor) -> Tensor:
         inputs = padding_inputs(pad_B, tokens_BT.shape[1])
-        hidden_BTd = self.model.model(input_ids=tokens_BT, use_cache=False, **inputs).last_hidden_state
-        return self.model.lm_head(hidden_BTd[row_N, column_N])
+        return self.model.model(input_ids=tokens_BT, use_cache=False, **inputs).last_hidden_state
 
     def new_cache(self, rows: int, length: int) -> IndexedCache:
         """An empty cache for `rows` rows of up to `length` real positions each."""
@@ -106,19 +114,33 @@ class TransformersBackbone(TextBackbone):
 
 
 def load_llada(
-    path: str, *, name: str, dtype: str = "float32", device: str = "cpu", revision: str | None = None
+    path: str,
+    *,
+    name: str,
+    dtype: str = "float32",
+    device: str = "cpu",
+    revision: str | None = None,
+    compile: bool = False,
 ) -> TransformersBackbone:
     """A LLaDA checkpoint: a folder (relative: the working directory, then the repository) or a hub id."""
     folder = find_checkpoint(path, revision)
-    return _load(folder, llada.load_model, PreTrainedTokenizerFast, "max_sequence_length", name, dtype, device)
+    options = {"name": name, "compile": compile}
+    return _load(folder, llada.load_model, PreTrainedTokenizerFast, "max_sequence_length", dtype, device, **options)
 
 
 def load_dream(
-    path: str, *, name: str, dtype: str = "float32", device: str = "cpu", revision: str | None = None
+    path: str,
+    *,
+    name: str,
+    dtype: str = "float32",
+    device: str = "cpu",
+    revision: str | None = None,
+    compile: bool = False,
 ) -> TransformersBackbone:
     """A Dream or DiffuCoder checkpoint, as `load_llada`; its logits are shifted here, once."""
     folder = find_checkpoint(path, revision)
-    return _load(folder, dream.load_model, Qwen2Tokenizer, "max_position_embeddings", name, dtype, device, shifted=True)
+    options = {"name": name, "compile": compile, "shifted": True}
+    return _load(folder, dream.load_model, Qwen2Tokenizer, "max_position_embeddings", dtype, device, **options)
 
 
 def _load(
@@ -126,10 +148,9 @@ def _load(
     load_model: Callable[[Path, torch.dtype, str], PreTrainedModel],
     tokenizer_class: type[PreTrainedTokenizerBase],
     length_field: str,
-    name: str,
     dtype: str,
     device: str,
-    shifted: bool = False,
+    **options,
 ) -> TransformersBackbone:
     check_dtype(dtype)
     config, device = read_config(folder), resolve_device(device)
@@ -142,12 +163,11 @@ def _load(
     return TransformersBackbone(
         model,
         tokenizer,
-        name=name,
         mask_id=mask_id,
         eos_id=eos_id,
         max_length=config[length_field],
         weights_hash=fingerprint(folder),
-        shifted=shifted,
+        **options,
     )
 
 
