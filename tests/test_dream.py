@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import Qwen2ForCausalLM
 
 from backbones.denoiser import load_dream
 from backbones.describe import expected_shapes, mapping_faults, memory
-from backbones.dream import new_model
 from backbones.dream_format import qwen2_config
 from backbones.llada_format import llama_config, to_llada_name
 from infer.canvas import Request
@@ -21,81 +19,10 @@ from infer.loop import Decoder
 from infer.rules import Method
 from infer.when.threshold import Threshold
 from infer.where.fixed import Fixed
+from tests.random_dream import dream_config, save_dream
 
 ROOT = Path(__file__).resolve().parents[1]
 GEN_LENGTH = 24
-
-
-def dream_config(tokenizer, **changes):
-    return {
-        "model_type": "Dream",
-        "architectures": ["DreamModel"],
-        "vocab_size": len(tokenizer) + 7,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": False,
-        "mask_token_id": tokenizer.mask_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.eos_token_id,
-        **changes,
-    }
-
-
-def save_dream(folder, tokenizer, dtype=torch.float32, **changes):
-    """A random Dream in two shards with vocab.json and merges.txt, as published."""
-    torch.manual_seed(5)
-    config = dream_config(tokenizer, **changes)
-    model = new_model(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(std=0.5)
-            elif "bias" in name:
-                parameter.normal_(std=0.3)
-    state = {n: p.detach().to(dtype).clone() for n, p in model.named_parameters()}
-    folder.mkdir(parents=True, exist_ok=True)
-    names = sorted(state)
-    index = {}
-    for i, part in enumerate((names[:9], names[9:]), start=1):
-        file = f"model-0000{i}-of-00002.safetensors"
-        save_file({n: state[n] for n in part}, folder / file, metadata={"format": "pt"})
-        index |= dict.fromkeys(part, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    (folder / "config.json").write_text(json.dumps(config))
-    tokenizer.backend_tokenizer.model.save(str(folder))
-    added = {
-        str(i): {
-            "content": t,
-            "special": True,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "single_word": False,
-        }
-        for t, i in tokenizer.get_vocab().items()
-        if t.startswith("<|")
-    }
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "tokenizer_class": "DreamTokenizer",
-                "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
-                "added_tokens_decoder": added,
-                "bos_token": tokenizer.bos_token,
-                "eos_token": tokenizer.eos_token,
-                "pad_token": tokenizer.eos_token,
-                "mask_token": tokenizer.mask_token,
-                "chat_template": tokenizer.chat_template,
-            }
-        )
-    )
-    return folder, model.eval()
 
 
 @pytest.fixture(scope="module")
