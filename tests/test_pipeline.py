@@ -8,10 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from backbones.denoiser import load_dream
+from infer.observation import observe
 from routers.lbs import LBS
 from routers.lps import LPS
 from tests.conftest import BLOCK_LENGTH, GEN_LENGTH
+from tests.random_dream import save_dream
 from trace_gen.store import TraceStore
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -281,3 +285,47 @@ def test_the_notebook_runs_on_these_traces(finished, monkeypatch):
             exec("".join(cell["source"]), namespace)
     assert namespace["lead"].size and (namespace["lead"] >= 0).all()
     assert 0 < namespace["share"][-1] <= 1
+
+
+def test_the_whole_job_on_a_dream(tmp_path, tokenizer):
+    """Another architecture, whose logits are shifted: traces, both routers, comparison."""
+    folder, _ = save_dream(tmp_path / "checkpoint", tokenizer)
+    backbone = load_dream(str(folder), name="dream")
+    shared = (
+        "backbone=dream_7b_base", f"backbone.path={folder}", "backbone.name=dream", "backbone.dtype=float32",
+        "decode.gen_length=24", "decode.block_length=8", "decode.stop=full_length",
+    )  # fmt: skip
+    small = ("trace.limit=6", "trace.shard_size=3", "trainer.max_epochs=1", "trainer.enable_progress_bar=false")
+    succeed("train/lbs.py", *shared, *small, "out=lbs", cwd=tmp_path)
+    succeed("train/lps.py", *shared, *small, "router.lbs=lbs/export", "fpr_budget=1", "out=lps", cwd=tmp_path)
+    for kind, cls in (("lbs", LBS), ("lps", LPS)):
+        assert cls.from_pretrained(tmp_path / kind / "export").config.origin.fingerprint == backbone.fingerprint
+
+    check_masked_traces(TraceStore.open(tmp_path / "runs/traces/dream/threshold-masked"), backbone)
+    replay = TraceStore.open(tmp_path / "runs/traces/dream/lbs_sequential-replay")
+    assert replay.counts == [3, 3] and all(row["confidence"] for row in replay.rows())
+
+    methods = "methods=[sequential,'threshold:cache=dual',lps,'eb_decode:cache=prefix',oracle]"
+    routers = ("router.lbs=lbs/export", "router.lps=lps/export")
+    succeed("eval/compare.py", *shared, *routers, methods, "limit=3", "batch_size=2", "out=table", cwd=tmp_path)
+    rows = {row["method"]: row for row in json.loads((tmp_path / "table/results.json").read_text())}
+    assert len(rows) == 5 and all(row["n"] == 3 for row in rows.values())
+    assert rows["sequential"]["nfe"] == 24 and rows["sequential"]["agreement"] == 1
+    assert rows["oracle"]["share_of_oracle"] == 1 and rows["oracle"]["nfe"] < 24
+    assert rows["eb_decode:cache=prefix"]["router_share"] > 0
+
+
+def check_masked_traces(store: TraceStore, backbone) -> None:
+    """What was recorded where everything is masked is what `backbone` says of the prompt and masks alone."""
+    prompts = {t["trajectory"]: t["prompt"] for t in store.trajectories()}
+    length = store.spec["decode"]["gen_length"]
+    whole = [row for row in store.rows() if row["ratio"] == 1]
+    assert len(whole) == len(prompts) == 6
+    for row in whole:
+        tokens = torch.tensor([[*prompts[row["trajectory"]], *[backbone.mask_id] * length]])
+        asked = torch.ones(1, length, dtype=torch.bool)
+        asked_BT = torch.nn.functional.pad(asked, (tokens.shape[1] - length, 0))
+        logits = backbone.logits(tokens, torch.tensor([0]), asked_BT)
+        seen = observe(logits, asked, frozenset({"entropy"}), backbone.forbidden_ids)
+        assert seen.top1_BL[0].tolist() == list(row["top1"])
+        torch.testing.assert_close(seen.entropy_BL[0], torch.tensor(row["entropy"]), atol=1e-4, rtol=1e-4)
