@@ -1,7 +1,8 @@
 """LLaDA's checkpoint format: its config fields and tensor names, to and from transformers' Llama.
 
 LLaDA (Nie et al., 2025) is a Llama with bidirectional attention; only names differ. The rotary embedding is the
-half-rotated one in both, so no weight is permuted.
+half-rotated one in both, so no weight is permuted. In float32 the two are equal bit for bit; in half precision the
+published code rotates in float32 and Llama does not, which adds a few percent to the error that bfloat16 makes anyway.
 """
 
 import re
