@@ -125,6 +125,7 @@ def blocks(draw, rows=3):
             name: draw(st.lists(values, min_size=length, max_size=length))
             for name, values in (
                 ("confidence", VALUES),
+                ("second", st.sampled_from([0.0, 0.04, 0.1])),
                 ("entropy", st.sampled_from([0.0, 0.02, 0.1, 0.1, 0.7, 4.0])),
                 ("margin", st.sampled_from([0.0, 0.5, 1.0, 2.0, 30.0])),
                 ("kl", st.tuples(*[st.sampled_from([0.0, 0.001, 0.02, 9.0, math.inf])] * KL_STEPS)),
@@ -150,6 +151,7 @@ def scene_of(batch, kl_steps=KL_STEPS):
         flags_of(batch, "top1"),
         10,
         confidence_BL=flags_of(batch, "confidence"),
+        second_BL=flags_of(batch, "second"),
         entropy_BL=flags_of(batch, "entropy"),
         margin_BL=flags_of(batch, "margin"),
         kl_BLH=flags_of(batch, "kl")[..., KL_STEPS - kl_steps :],
@@ -195,8 +197,9 @@ def compare(rule, batch, expected):
 
 
 def ranked(row, candidates, ranking):
-    score = {"confidence": row["confidence"], "margin": row["margin"], "random": row["lot"]}
+    score = {"confidence": row["confidence"], "random": row["lot"]}
     score["entropy"] = [-h for h in row["entropy"]]
+    score["margin"] = (torch.tensor(row["confidence"]) - torch.tensor(row["second"])).tolist()
     return sorted(candidates, key=lambda j: (-score[ranking][j], j))
 
 
@@ -208,6 +211,19 @@ CASES = settings(max_examples=50, deadline=None)
 @given(batch=blocks(), k=st.integers(1, 9), ranking=RANKING)
 def test_top_k_by_every_ranking(batch, k, ranking):
     compare(TopK(k, ranking), batch, lambda row, candidates: ranked(row, candidates, ranking)[:k])
+
+
+def test_the_margin_of_a_ranking_is_of_probabilities():
+    """0.5 against 0.3 leads by more probability than 0.3 against 0.15, by fewer nats of logits."""
+    canvas = canvas_of(2, 1)
+    first, second = torch.tensor([[0.5, 0.3]]), torch.tensor([[0.3, 0.15]])
+    seen = Observation(
+        canvas.masked_BL, torch.zeros(1, 2).long(), 10,
+        confidence_BL=first, second_BL=second, entropy_BL=torch.ones(1, 2), margin_BL=(first / second).log(),
+    )  # fmt: skip
+    for rule in (TopK(1, "margin"), EntropyBound(0.1, "margin")):
+        assert {"confidence", "second"} <= rule.needs
+        assert rule.choose(canvas, seen, canvas.masked_BL).tolist() == [[True, False]]
 
 
 @CASES
@@ -382,7 +398,7 @@ def test_scattered_margin(batch, ab):
     compare(
         ScatteredMargin(*ab),
         batch,
-        lambda row, candidates: ranked(row, candidates, "margin")[: adaptive(row, candidates, *ab)],
+        lambda row, candidates: sorted(candidates, key=lambda j: -row["margin"][j])[: adaptive(row, candidates, *ab)],
     )
 
 

@@ -3,7 +3,7 @@
 Source: Ben-Hamu et al. (2025), "Accelerated Sampling from Masked Diffusion Models via Entropy Bounded Unmasking";
 compared in DUS (arXiv 2506.19037).
 
-    sort by an error proxy ascending: entropy, confidence (1 - c) or margin (-delta)
+    sort by an error proxy ascending: entropy, confidence (1 - c) or margin (c2 - c)
     commit the longest prefix with sum of H - largest H <= gamma; at least one
 
 Default: gamma = 0.1 bits, the proxy entropy. [reading] the proxy orders, the bound is on entropies whatever the proxy.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from infer.rules import Rule, order_BL, take
-from infer.when.top_k import ranking_score
+from infer.when.top_k import ranking_needs, ranking_score
 
 PROXIES = ("entropy", "confidence", "margin")
 
@@ -28,7 +28,7 @@ class EntropyBound(Rule):
         if proxy not in PROXIES:
             raise ValueError(f"proxy={proxy!r} is unknown; allowed: {', '.join(PROXIES)}")
         self.gamma, self.proxy = gamma, proxy
-        self.needs = frozenset({"entropy", proxy})
+        self.needs = frozenset({"entropy"}) | ranking_needs(proxy)
 
     def choose(self, canvas, seen, candidates_BL: Tensor) -> Tensor:
         ordered_BL = order_BL(ranking_score(self.proxy, canvas, seen), candidates_BL)

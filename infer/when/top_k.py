@@ -1,7 +1,8 @@
 """Top-k: the k best masked positions of the block by a ranking.
 
 k = 1 by confidence is LLaDA's low-confidence remasking, called "sequential" here: the baseline at 1.0x
-(Nie et al., 2025, §2.4; rankings as in DUS, arXiv 2506.19037, §4.3). Ties go to the lowest position.
+(Nie et al., 2025, §2.4; rankings as in DUS, arXiv 2506.19037, §2 and §4.3). Ties go to the lowest position. The margin
+of a ranking is of probabilities, c - c2; LSP's, in `stable_prefix`, is of logits.
 
 The `steps` form spreads a block of n masks over S steps as LLaDA's published `generate` does: n // S each, one more
 in the first n % S steps; a block with fewer masks than steps takes one a step.
@@ -20,6 +21,8 @@ def check_ranking(ranking: str) -> None:
 
 
 def ranking_needs(ranking: str) -> frozenset[str]:
+    if ranking == "margin":
+        return frozenset({"confidence", "second"})
     return frozenset() if ranking == "random" else frozenset({ranking})
 
 
@@ -27,7 +30,9 @@ def ranking_score(ranking: str, canvas, seen) -> Tensor:
     """Scores (B, L), larger is better. `random` is an order drawn per request, the same at every step."""
     if ranking == "random":
         return canvas.lot_BL
-    return -seen.entropy_BL if ranking == "entropy" else getattr(seen, f"{ranking}_BL")
+    if ranking == "margin":
+        return seen.confidence_BL - seen.second_BL
+    return -seen.entropy_BL if ranking == "entropy" else seen.confidence_BL
 
 
 class TopK(Rule):
