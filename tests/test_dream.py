@@ -1,13 +1,17 @@
 """Dream checkpoints: a random one in the published format, its shift, caches, and the whole pipeline's view of it."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
+from huggingface_hub.errors import RevisionNotFoundError
+from omegaconf import OmegaConf
 from transformers import Qwen2ForCausalLM
 
 from backbones.denoiser import load_dream
@@ -22,6 +26,7 @@ from infer.where.fixed import Fixed
 from tests.random_dream import dream_config, save_dream
 
 ROOT = Path(__file__).resolve().parents[1]
+LLADA = sorted(set((ROOT / "conf" / "backbone").glob("llada_*.yaml")) - {ROOT / "conf/backbone/llada_tiny.yaml"})
 GEN_LENGTH = 24
 
 
@@ -149,6 +154,22 @@ def test_an_unreachable_hub_says_how_to_pass_a_folder():
         load_dream("no/such/folder/here", name="x")
     with pytest.raises(ValueError, match="hub cannot be reached.*backbone.path=/path/to/it"):
         load_dream("Dream-org/Dream-v0-Instruct-7B", name="x")
+    with pytest.raises(ValueError, match="nothing cached under this hub id at backbone.revision=abc, and"):
+        load_dream("Dream-org/Dream-v0-Instruct-7B", name="x", revision="abc")
+
+
+def test_a_revision_that_the_repository_lacks_is_named(monkeypatch):
+    def missing(path, revision, **_):
+        raise RevisionNotFoundError("404", response=httpx.Response(404, request=httpx.Request("GET", "https://hub")))
+
+    monkeypatch.setattr("backbones.hub.snapshot_download", missing)
+    with pytest.raises(ValueError, match="backbone.revision=abc: no commit of me/fine-tuned.*=null takes its newest"):
+        load_dream("me/fine-tuned", name="x", revision="abc")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "conf" / "backbone").glob("*7b*.yaml")) + LLADA, ids=lambda p: p.stem)
+def test_hub_models_are_pinned_to_a_commit(path):
+    assert re.fullmatch("[0-9a-f]{40}", OmegaConf.load(path).backbone.revision)
 
 
 def describe(folder, *overrides):
