@@ -18,6 +18,7 @@ class Backbone(Protocol):
         forbidden_ids: (K,) int64, ids that are never a prediction: the mask and ids without a tokenizer entry.
         max_length: longest prompt plus generation.
         fingerprint: hash of the stored weights.
+        chat: whether prompts go through the tokenizer's chat template.
         vocabulary: hash of the tokenizer's tokens and ids.
         device, dtype: where and in what precision it computes.
     """
@@ -30,6 +31,7 @@ class Backbone(Protocol):
     forbidden_ids: Tensor
     max_length: int
     fingerprint: str
+    chat: bool
     vocabulary: str
     device: torch.device
     dtype: torch.dtype

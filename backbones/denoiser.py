@@ -41,6 +41,7 @@ class TransformersBackbone(TextBackbone):
         weights_hash: str,
         shifted: bool = False,
         compile: bool = False,
+        chat_template: bool | None = None,
     ):
         head = model.lm_head.weight
         super().__init__(
@@ -53,6 +54,7 @@ class TransformersBackbone(TextBackbone):
             vocab_size=head.shape[0],
             device=head.device,
             dtype=head.dtype,
+            chat_template=chat_template,
         )
         self.shifted, self.model = shifted, model.eval().requires_grad_(False)
         self._hidden = CompiledTrunk(self.model.model, self.device) if compile else self._plain_hidden
@@ -121,10 +123,14 @@ def load_llada(
     device: str = "cpu",
     revision: str | None = None,
     compile: bool = False,
+    chat_template: bool | None = None,
 ) -> TransformersBackbone:
-    """A LLaDA checkpoint: a folder (relative: the working directory, then the repository) or a hub id."""
+    """A LLaDA checkpoint: a folder (relative: the working directory, then the repository) or a hub id.
+
+    `chat_template`: whether prompts go through the tokenizer's chat template; None: where it has one.
+    """
     folder = find_checkpoint(path, revision)
-    options = {"name": name, "compile": compile}
+    options = {"name": name, "compile": compile, "chat_template": chat_template}
     return _load(folder, llada.load_model, PreTrainedTokenizerFast, "max_sequence_length", dtype, device, **options)
 
 
@@ -136,10 +142,11 @@ def load_dream(
     device: str = "cpu",
     revision: str | None = None,
     compile: bool = False,
+    chat_template: bool | None = None,
 ) -> TransformersBackbone:
     """A Dream or DiffuCoder checkpoint, as `load_llada`; its logits are shifted here, once."""
     folder = find_checkpoint(path, revision)
-    options = {"name": name, "compile": compile, "shifted": True}
+    options = {"name": name, "compile": compile, "chat_template": chat_template, "shifted": True}
     return _load(folder, dream.load_model, Qwen2Tokenizer, "max_position_embeddings", dtype, device, **options)
 
 

@@ -18,6 +18,7 @@ from backbones.dream_format import qwen2_config
 from backbones.hub import find_checkpoint
 from backbones.llada_format import llama_config, to_llama_name
 from backbones.loading import read_config
+from backbones.text import uses_chat
 
 FORMATS = {"llada": (llama_config, PreTrainedTokenizerFast), "Dream": (qwen2_config, Qwen2Tokenizer)}
 
@@ -89,6 +90,7 @@ def main(cfg: DictConfig) -> None:
     faults = mapping_faults(stored, expected_shapes(config, model_type), model_type, bool(config.tie_word_embeddings))
     parameters = sum(math.prod(shape) for shape, _ in stored.values())
     tokenizer = tokenizer_class.from_pretrained(folder, local_files_only=True)
+    chat = uses_chat(tokenizer, b.get("chat_template"))
 
     table = Table(show_header=False, title=str(b.name))
     rows = {
@@ -102,9 +104,8 @@ def main(cfg: DictConfig) -> None:
         "vocabulary": f"{config.vocab_size:,} ids, {len(tokenizer.get_vocab()):,} of them in the tokenizer",
         "mask, eos": f"{special_id(folder, raw, 'mask_token_id')}, {special_id(folder, raw, 'eos_token_id')}",
         "special tokens": ", ".join(f"{i} {t}" for i, t in _special(tokenizer)),
-        "chat template": "yes: prompts are sent as a user's message"
-        if tokenizer.chat_template
-        else "none: prompts as they are",
+        "chat template": ("in the tokenizer; " if tokenizer.chat_template else "none; ")
+        + ("prompts are sent as a user's message" if chat else "prompts are sent as they are"),
         "longest": f"{config.max_position_embeddings:,} positions",
         "published settings": ", ".join(f"{k} {v}" for k, v in cfg.published.items()),
     }

@@ -79,6 +79,7 @@ def load_remote(
     dtype: str = "float32",
     device: str = "cpu",
     revision: str | None = None,
+    chat_template: bool | None = None,
 ) -> RemoteBackbone:
     """A checkpoint with modelling code of its own: a folder (relative: the working directory, then the repository) or
     a hub id.
@@ -126,6 +127,7 @@ def load_remote(
         vocab_size=width,
         device=torch.device(device),
         dtype=DTYPES[dtype],
+        chat_template=chat_template,
     )
 
 

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 class TextBackbone:
     """What every `backbones.base.Backbone` here shares, whatever computes its logits.
 
-    `vocab_size`: width V of the logits; `weights_hash` becomes `fingerprint`.
+    `vocab_size`: width V of the logits; `weights_hash` becomes `fingerprint`; `chat_template`:
+    whether prompts go through the tokenizer's, None: where it has one.
     """
 
     def __init__(
@@ -26,16 +27,18 @@ class TextBackbone:
         vocab_size: int,
         device: torch.device,
         dtype: torch.dtype,
+        chat_template: bool | None = None,
     ):
         self.tokenizer, self.name = tokenizer, name
         self.mask_id, self.eos_id, self.max_length, self.fingerprint = mask_id, eos_id, max_length, weights_hash
         self.vocab_size, self.device, self.dtype = vocab_size, device, dtype
+        self.chat = uses_chat(tokenizer, chat_template)
         self.vocabulary = vocabulary_hash(tokenizer)
         unknown = set(range(vocab_size)) - set(tokenizer.get_vocab().values())
         self.forbidden_ids = torch.tensor(sorted(unknown | {mask_id}), device=device)
 
     def encode(self, prompt: str) -> tuple[int, ...]:
-        if not self.tokenizer.chat_template:
+        if not self.chat:
             return tuple(self.tokenizer(prompt).input_ids)
         messages = [{"role": "user", "content": prompt}]
         return tuple(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
@@ -45,6 +48,15 @@ class TextBackbone:
         if self.eos_id in ids:
             ids = ids[: ids.index(self.eos_id)]
         return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def uses_chat(tokenizer: PreTrainedTokenizerBase, chat_template: bool | None) -> bool:
+    """Whether prompts go through the tokenizer's chat template; ValueError where it is asked for and has none."""
+    if chat_template and not tokenizer.chat_template:
+        raise ValueError(
+            "backbone.chat_template=true: the checkpoint's tokenizer has no chat template; set it to false"
+        )
+    return bool(tokenizer.chat_template) if chat_template is None else chat_template
 
 
 def vocabulary_hash(tokenizer: PreTrainedTokenizerBase) -> str:

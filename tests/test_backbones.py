@@ -124,6 +124,21 @@ def test_what_a_backbone_offers(backbone, tokenizer):
     assert len(tokenizer("1234", add_special_tokens=False).input_ids) == 4, "digits are split one by one"
 
 
+def test_chat_markup_can_be_left_out_but_not_made_up(tmp_path, backbone_folder, tokenizer):
+    plain = load_llada(str(backbone_folder), name="plain", chat_template=False)
+    assert plain.encode("How many?") == tuple(tokenizer("How many?").input_ids) and not plain.chat
+    asked = load_llada(str(backbone_folder), name="asked", chat_template=True)
+    assert asked.encode("How many?") == load_llada(str(backbone_folder), name="auto").encode("How many?")
+    folder = shutil.copytree(backbone_folder, tmp_path / "base")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_llada(str(folder), name="base").encode("How many?") == plain.encode("How many?")
+    with pytest.raises(ValueError, match="backbone.chat_template=true: .* has no chat template"):
+        load_llada(str(folder), name="base", chat_template=True)
+
+
 def test_ids_without_a_tokenizer_entry_are_forbidden(tmp_path, backbone_folder):
     folder = shutil.copytree(backbone_folder, tmp_path / "wide")
     config = read_config(folder)

@@ -55,6 +55,7 @@ def make_spec(cfg: DictConfig, backbone: Backbone) -> dict[str, Any]:
             "name": backbone.name,
             "fingerprint": backbone.fingerprint,
             "tokenizer": backbone.vocabulary,
+            "chat": backbone.chat,
             "vocab_size": backbone.vocab_size,
             "mask_id": backbone.mask_id,
             "dtype": str(backbone.dtype).removeprefix("torch."),
