@@ -55,3 +55,15 @@ def best_threshold(points: list[ThresholdPoint], budget: float) -> ThresholdPoin
             f"{best.threshold:.4f}. Allow more, or train longer"
         )
     return max(allowed, key=lambda p: (p.recall, p.threshold))
+
+
+def recall_within(score_N: Tensor, right_N: Tensor, fpr: float) -> float:
+    """Largest recall of any threshold on `score_N` whose false-positive rate is at most `fpr`; `right_N` bool."""
+    score_N, order_N = score_N.double().sort(descending=True)
+    right_N = right_N[order_N]
+    recall_N = right_N.cumsum(0).double() / right_N.sum().clamp_min(1)
+    fpr_N = (~right_N).cumsum(0).double() / (~right_N).sum().clamp_min(1)
+    # A threshold takes all positions of one score or none of them.
+    last_N = torch.cat([score_N[1:] != score_N[:-1], torch.ones(1, dtype=torch.bool)])
+    allowed_N = recall_N[last_N & (fpr_N <= fpr)]
+    return float(allowed_N.max()) if len(allowed_N) else 0.0

@@ -69,6 +69,7 @@ def test_routers_are_exported_with_where_they_belong(finished, backbone):
         )
     assert 0.8 <= router.config.threshold <= 0.9999
     assert "val/recall_at_threshold" in router.config.metrics
+    assert 0 <= router.config.metrics["test/confidence_recall_at_that_fpr"] <= 1
     assert len((cwd / "lps" / "thresholds.csv").read_text().splitlines()) == 251
     assert list((cwd / "lps" / "wandb").glob("offline-run-*")), "W&B wrote nothing offline"
 

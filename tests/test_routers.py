@@ -15,7 +15,7 @@ from routers.checkpoint import check_fits, router_hash
 from routers.config import LBSConfig, LPSConfig, Origin
 from routers.lbs import LBS, balanced_cap, lbs_loss
 from routers.lps import LPS, Features, lps_loss
-from routers.threshold import ThresholdPoint, best_threshold, threshold_table
+from routers.threshold import ThresholdPoint, best_threshold, recall_within, threshold_table
 
 LLADA_8B = Origin("llada_8b", "0", vocab_size=126464, mask_id=126336, gen_length=512, block_length=32)
 LLADA_TINY = Origin("llada_tiny", "0", vocab_size=2048, mask_id=3, gen_length=128, block_length=32, vocabulary="v")
@@ -170,6 +170,20 @@ def test_threshold_table_is_its_definition(items):
         positives, negatives = sum(r for _, r in items), sum(not r for _, r in items)
         assert point.recall == pytest.approx(sum(accepted) / max(1, positives))
         assert point.fpr == pytest.approx((len(accepted) - sum(accepted)) / max(1, negatives))
+
+
+CASES = st.lists(st.tuples(st.sampled_from([0.1, 0.5, 0.9]), st.booleans()), min_size=1, max_size=12)
+
+
+@given(CASES, st.one_of(st.floats(0, 1), st.integers(1, 11).map(lambda n: 1 / n)))
+def test_recall_within_a_false_positive_rate(cases, fpr):
+    scores, rights = [s for s, _ in cases], [r for _, r in cases]
+    best = 0.0
+    for threshold in scores:
+        taken = [r for s, r in cases if s >= threshold]
+        if (len(taken) - sum(taken)) / max(1, len(cases) - sum(rights)) <= fpr:
+            best = max(best, sum(taken) / max(1, sum(rights)))
+    assert recall_within(torch.tensor(scores), torch.tensor(rights), fpr) == pytest.approx(best)
 
 
 def test_best_threshold():

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import hydra
 import lightning as L
+import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from routers.config import LPSConfig
 from routers.lps import LPS
-from routers.threshold import best_threshold, threshold_table
+from routers.threshold import best_threshold, recall_within, threshold_table
 from train.lps_module import COLUMNS, LPSModule
 from train.reporting import log_thresholds
 from train.router_run import fit, is_exported, origin_of, scores_of, test_metrics, traces_for, training_record
@@ -42,6 +43,9 @@ def main(cfg: DictConfig) -> None:
         (at,) = threshold_table(score_N, right_N, grid=(chosen.threshold, chosen.threshold, 1))
         for part, point in (("val", chosen), ("test", at)):
             metrics |= {f"{part}/{k}_at_threshold": v for k, v in asdict(point).items() if k != "threshold"}
+        # What the router adds: the recall of a threshold on the confidence alone at no more false positives.
+        confidence_N = torch.cat([b.lists["confidence"][b.valid_BK] for b in data.test_dataloader()])
+        metrics["test/confidence_recall_at_that_fpr"] = recall_within(confidence_N, right_N, at.fpr)
         training = training_record(cfg, backbone)
         router.config = replace(router.config, threshold=chosen.threshold, metrics=metrics, training=training)
         folder = router.save_pretrained(Path(cfg.out) / "export")
