@@ -22,7 +22,6 @@ What differs from the published samplers, and is therefore not compared:
   the 50 most probable ids. Here it was told None.
 - Dream's schedule with its default `eps` commits nothing in the first step and two tokens in the last; with a small
   negative one it is a token a step, which `alg=confidence_threshold` with as many steps as tokens is by itself.
-- Dream's `topk_margin` ranks by the difference of two probabilities, our `margin` by that of two logits (DUS, §4.3).
 """
 
 import json
