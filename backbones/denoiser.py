@@ -27,6 +27,7 @@ class TransformersBackbone(TextBackbone):
 
     `shifted`: the hidden state at position i - 1 predicts position i, as in models made from autoregressive ones.
     `compile`: whole forwards run compiled, and there are no caches, whose steps differ in what they compute.
+    The other settings are `TextBackbone`'s.
     """
 
     def __init__(
@@ -34,28 +35,12 @@ class TransformersBackbone(TextBackbone):
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        name: str,
-        mask_id: int,
-        eos_id: int,
-        max_length: int,
-        weights_hash: str,
         shifted: bool = False,
         compile: bool = False,
-        chat_template: bool | None = None,
+        **settings,
     ):
         head = model.lm_head.weight
-        super().__init__(
-            tokenizer,
-            name=name,
-            mask_id=mask_id,
-            eos_id=eos_id,
-            max_length=max_length,
-            weights_hash=weights_hash,
-            vocab_size=head.shape[0],
-            device=head.device,
-            dtype=head.dtype,
-            chat_template=chat_template,
-        )
+        super().__init__(tokenizer, vocab_size=head.shape[0], device=head.device, dtype=head.dtype, **settings)
         self.shifted, self.model = shifted, model.eval().requires_grad_(False)
         self._hidden = CompiledTrunk(self.model.model, self.device) if compile else self._plain_hidden
         if compile:
@@ -115,50 +100,35 @@ class TransformersBackbone(TextBackbone):
         return self.model.lm_head(hidden_RKd[(rows_B.cumsum(dim=0) - 1)[row_N], packed_N])
 
 
-def load_llada(
-    path: str,
-    *,
-    name: str,
-    dtype: str = "float32",
-    device: str = "cpu",
-    revision: str | None = None,
-    compile: bool = False,
-    chat_template: bool | None = None,
-) -> TransformersBackbone:
+def load_llada(path: str, **options) -> TransformersBackbone:
     """A LLaDA checkpoint: a folder (relative: the working directory, then the repository) or a hub id.
 
-    `chat_template`: whether prompts go through the tokenizer's chat template; None: where it has one.
+    Options: `name`, and where wanted `dtype`, `device`, `revision`, `compile`, and `chat_template`: whether prompts go
+    through the tokenizer's chat template; None: where it has one.
     """
-    folder = find_checkpoint(path, revision)
-    options = {"name": name, "compile": compile, "chat_template": chat_template}
-    return _load(folder, llada.load_model, PreTrainedTokenizerFast, "max_sequence_length", dtype, device, **options)
+    return _load(path, llada.load_model, PreTrainedTokenizerFast, "max_sequence_length", False, **options)
 
 
-def load_dream(
-    path: str,
-    *,
-    name: str,
-    dtype: str = "float32",
-    device: str = "cpu",
-    revision: str | None = None,
-    compile: bool = False,
-    chat_template: bool | None = None,
-) -> TransformersBackbone:
+def load_dream(path: str, **options) -> TransformersBackbone:
     """A Dream or DiffuCoder checkpoint, as `load_llada`; its logits are shifted here, once."""
-    folder = find_checkpoint(path, revision)
-    options = {"name": name, "compile": compile, "chat_template": chat_template, "shifted": True}
-    return _load(folder, dream.load_model, Qwen2Tokenizer, "max_position_embeddings", dtype, device, **options)
+    return _load(path, dream.load_model, Qwen2Tokenizer, "max_position_embeddings", True, **options)
 
 
 def _load(
-    folder: Path,
+    path: str,
     load_model: Callable[[Path, torch.dtype, str], PreTrainedModel],
     tokenizer_class: type[PreTrainedTokenizerBase],
     length_field: str,
-    dtype: str,
-    device: str,
-    **options,
+    shifted: bool,
+    *,
+    name: str,
+    dtype: str = "float32",
+    device: str = "cpu",
+    revision: str | None = None,
+    compile: bool = False,
+    chat_template: bool | None = None,
 ) -> TransformersBackbone:
+    folder = find_checkpoint(path, revision)
     check_dtype(dtype)
     config, device = read_config(folder), resolve_device(device)
     tokenizer = tokenizer_class.from_pretrained(folder, local_files_only=True)
@@ -170,11 +140,14 @@ def _load(
     return TransformersBackbone(
         model,
         tokenizer,
+        name=name,
         mask_id=mask_id,
         eos_id=eos_id,
         max_length=config[length_field],
         weights_hash=fingerprint(folder),
-        **options,
+        shifted=shifted,
+        compile=compile,
+        chat_template=chat_template,
     )
 
 
