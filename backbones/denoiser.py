@@ -15,6 +15,7 @@ from backbones.checkpoint import fingerprint, headers
 from backbones.compiled import CompiledTrunk
 from backbones.hub import find_checkpoint
 from backbones.kv_cache import IndexedCache
+from backbones.last_layer import LastLayer
 from backbones.loading import read_config
 from backbones.packing import pack_left
 from backbones.text import TextBackbone, check_vocabulary
@@ -42,8 +43,9 @@ class TransformersBackbone(TextBackbone):
         head = model.lm_head.weight
         super().__init__(tokenizer, vocab_size=head.shape[0], device=head.device, dtype=head.dtype, **settings)
         self.shifted, self.model = shifted, model.eval().requires_grad_(False)
-        self._hidden = CompiledTrunk(self.model.model, self.device) if compile else self._plain_hidden
+        self._last, self._compiled = LastLayer(model), None
         if compile:
+            self._compiled = CompiledTrunk(self.model.model, self.device)
             self.new_cache, self.why_no_cache = None, "backbone.compile=true compiles whole forwards alone"
 
     @property
@@ -54,11 +56,12 @@ class TransformersBackbone(TextBackbone):
     def logits(self, tokens_BT: Tensor, pad_B: Tensor, asked_BT: Tensor) -> Tensor:
         # Looked up before the trunk is queued: on a GPU the host waits here for little, and behind it for nothing.
         row_N, column_N = predicting(asked_BT, pad_B, self.shifted)
-        return self.model.lm_head(self._hidden(tokens_BT, pad_B)[row_N, column_N])
-
-    def _plain_hidden(self, tokens_BT: Tensor, pad_B: Tensor) -> Tensor:
+        if self._compiled is not None:
+            return self.model.lm_head(self._compiled(tokens_BT, pad_B)[row_N, column_N])
+        read_BK, read_N = distinct(row_N, column_N, asked_BT)
         inputs = padding_inputs(pad_B, tokens_BT.shape[1])
-        return self.model.model(input_ids=tokens_BT, use_cache=False, **inputs).last_hidden_state
+        hidden_BKd = self._last.run(read_BK, input_ids=tokens_BT, use_cache=False, **inputs)
+        return self.model.lm_head(hidden_BKd[row_N, read_N])
 
     def new_cache(self, rows: int, length: int) -> IndexedCache:
         """An empty cache for `rows` rows of up to `length` real positions each."""
@@ -90,14 +93,17 @@ class TransformersBackbone(TextBackbone):
         # Computed positions are packed in their order, rows in theirs.
         packed_N = compute_BT.cumsum(dim=1)[row_N, column_N] - 1
         real_RS = torch.arange(cache.length, device=pad_B.device) < tokens_BT.shape[1] - pad_R1
-        hidden_RKd = self.model.model(
+        row_N = (rows_B.cumsum(dim=0) - 1)[row_N]
+        read_RM, read_N = distinct(row_N, packed_N, valid_RK)
+        hidden_RMd = self._last.run(
+            read_RM,
             input_ids=tokens_BT[rows_R].gather(1, column_RK),
             position_ids=position_RK,
             attention_mask=real_RS[:, None, None, :].expand(-1, 1, column_RK.shape[1], -1),
             cache=cache,
             use_cache=True,
-        ).last_hidden_state
-        return self.model.lm_head(hidden_RKd[(rows_B.cumsum(dim=0) - 1)[row_N], packed_N])
+        )
+        return self.model.lm_head(hidden_RMd[row_N, read_N])
 
 
 def load_llada(path: str, **options) -> TransformersBackbone:
@@ -159,6 +165,15 @@ def predicting(asked_BT: Tensor, pad_B: Tensor, shifted: bool) -> tuple[Tensor, 
     """
     row_N, column_N = asked_BT.nonzero(as_tuple=True)
     return row_N, torch.maximum(column_N - 1, pad_B[row_N]) if shifted else column_N
+
+
+def distinct(row_N: Tensor, column_N: Tensor, like_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns (B, K) of each row that occur in (`row_N`, `column_N`), and where in K each of the N is found.
+
+    K is the largest number in a row; rows with fewer get columns that nobody reads.
+    """
+    read_BT = torch.zeros_like(like_BT).index_put((row_N, column_N), like_BT.new_ones((), dtype=torch.bool))
+    return pack_left(read_BT)[0], (read_BT.cumsum(dim=1) - 1)[row_N, column_N]
 
 
 def check_dtype(dtype: str) -> None:

@@ -4,9 +4,10 @@ Serves generation, traces, evaluation and routers alike. Rows of a batch are at 
 row leaves and the next request takes its slot. A row's result does not depend on what shares its batch.
 
 On a GPU the host queues work and waits only where it looks at a result. A step of `threshold` without a cache looks
-five times: does a row open a block, which positions are asked for, is any row padded (before the forward), is a logit
-NaN, and which rows are finished (behind it). Learned rules look up ragged widths, caches which rows refill and what is
-computed, filters whether they are through. `tests/test_waiting.py` counts. A clock that waits adds one a stage.
+six times: does a row open a block, which positions are asked for, how many at most in a row, is any row padded (before
+the forward), is a logit NaN, and which rows are finished (behind it). Learned rules look up ragged widths, caches which
+rows refill and what is computed, filters whether they are through. `tests/test_waiting.py` counts. A clock that waits
+adds one a stage.
 """
 
 import time

@@ -133,26 +133,24 @@ class Method:
 
 def best_BL(score_BL: Tensor, candidates_BL: Tensor) -> Tensor:
     """The candidate of the largest score in each row, (B, L) bool; ties go to the lowest position."""
-    score_BL = score_BL.float().masked_fill(~candidates_BL, -torch.inf)
-    first_B = score_BL.argmax(dim=1)
-    # argmax promises no order among equals; the first equal one is found by position.
-    equal_BL = candidates_BL & (score_BL == score_BL.gather(1, first_B[:, None]))
+    score_BL = torch.where(candidates_BL, score_BL, -torch.inf)
+    equal_BL = candidates_BL & (score_BL == score_BL.amax(dim=1, keepdim=True))
     return equal_BL & (equal_BL.cumsum(dim=1) == 1)
 
 
 def order_BL(score_BL: Tensor, candidates_BL: Tensor) -> Tensor:
     """Positions (B, L) of each row: candidates from the largest score down, ties from the left, then all others."""
-    score_BL = score_BL.float().masked_fill(~candidates_BL, -torch.inf)
-    by_score_BL = score_BL.argsort(dim=1, descending=True, stable=True)
     # A candidate of score -inf must still come before what is no candidate.
-    first_BL = (~candidates_BL).gather(1, by_score_BL).to(torch.uint8).argsort(dim=1, stable=True)
-    return by_score_BL.gather(1, first_BL)
+    lowest = torch.finfo(score_BL.dtype).min
+    score_BL = torch.where(candidates_BL, score_BL.clamp_min(lowest), -torch.inf)
+    return score_BL.argsort(dim=1, descending=True, stable=True)
 
 
-def take(ordered_BL: Tensor, count_B: Tensor, candidates_BL: Tensor) -> Tensor:
+def take(ordered_BL: Tensor, count_B: Tensor | int, candidates_BL: Tensor) -> Tensor:
     """The first `count_B` positions of an order, as (B, L) bool; at least one, and only candidates."""
-    rank_L = torch.arange(ordered_BL.shape[1], device=ordered_BL.device)
-    chosen_BL = torch.zeros_like(candidates_BL).scatter_(1, ordered_BL, rank_L < count_B.clamp_min(1)[:, None])
+    count_B1 = max(count_B, 1) if isinstance(count_B, int) else count_B.clamp_min(1)[:, None]
+    early_BL = torch.arange(ordered_BL.shape[1], device=ordered_BL.device) < count_B1
+    chosen_BL = torch.empty_like(candidates_BL).scatter_(1, ordered_BL, early_BL.expand_as(ordered_BL))
     return chosen_BL & candidates_BL
 
 

@@ -76,13 +76,13 @@ def test_what_is_counted():
 @pytest.mark.parametrize(
     ("name", "cache", "least", "most"),
     [
-        ("sequential", "none", 5, 5),
-        ("threshold", "none", 5, 5),
+        ("sequential", "none", 6, 6),
+        ("threshold", "none", 6, 6),
         ("lsp", "none", 6, 6),
-        ("lps", "none", 7, 7),
-        ("eb_decode", "none", 7, 10),
-        ("threshold", "prefix", 8, 15),
-        ("threshold", "dual", 8, 15),
+        ("lps", "none", 8, 8),
+        ("eb_decode", "none", 8, 11),
+        ("threshold", "prefix", 9, 17),
+        ("threshold", "dual", 9, 17),
     ],
 )
 def test_looks_of_a_step(backbone, lbs, lps, monkeypatch, name, cache, least, most):

@@ -42,7 +42,7 @@ def plan(size: int, base: int = 2, base_skip: int = 1) -> tuple[int, ...]:
 
 
 class _Planned(Rule):
-    """Holds the plans of all block sizes up to the generation length, as tables by size and offset."""
+    """Holds the plans of all block sizes N up to the generation length: by offset the round, and by round the count."""
 
     def __init__(self, base: int, base_skip: int):
         if base < 2:
@@ -52,18 +52,25 @@ class _Planned(Rule):
         self.base, self.base_skip = base, base_skip
 
     def bind(self, backbone, gen_length: int) -> None:
+        plans = [()] + [plan(size, self.base, self.base_skip) for size in range(1, gen_length + 1)]
+        rounds = torch.arange(gen_length)
         self.round_NL = torch.zeros(gen_length + 1, gen_length, dtype=torch.long)
+        self.last_N = torch.zeros(gen_length + 1, dtype=torch.long)
+        self.planned_NT = torch.zeros(gen_length + 1, gen_length, dtype=torch.long)
         for size in range(1, gen_length + 1):
-            self.round_NL[size, :size] = torch.tensor(plan(size, self.base, self.base_skip))
-        self.round_NL = self.round_NL.to(backbone.device)
+            round_L = torch.tensor(plans[size])
+            self.round_NL[size, :size], self.last_N[size] = round_L, round_L.max()
+            self.planned_NT[size] = (round_L <= rounds[:, None]).sum(dim=1)
+        for name in ("round_NL", "last_N", "planned_NT"):
+            setattr(self, name, getattr(self, name).to(backbone.device))
 
     def rounds(self, canvas) -> tuple[Tensor, Tensor, Tensor]:
-        """The planned round of each position (B, L), the last round and the one a row is at, both (B,)."""
-        size_B = canvas.block_BL.sum(dim=1)
-        offset_BL = (canvas.block_BL.cumsum(dim=1) - 1).clamp_min(0)
-        round_BL = self.round_NL[size_B].gather(1, offset_BL)
-        last_B = round_BL.masked_fill(~canvas.block_BL, 0).amax(dim=1)
-        return round_BL, last_B, torch.minimum(canvas.block_step_B, last_B)
+        """The planned round of each position of the block (B, L), the last round and the one a row is at, both (B,)."""
+        offset_BL = canvas.block_BL.cumsum(dim=1)
+        size_B = offset_BL[:, -1]
+        round_BL = self.round_NL[size_B].gather(1, (offset_BL - 1).clamp_min(0))
+        last_B = self.last_N[size_B]
+        return round_BL, last_B, canvas.block_step_B.minimum(last_B)
 
 
 class Dilated(_Planned):
@@ -92,9 +99,9 @@ class DilatedCounts(_Planned):
         self.ranking, self.needs = ranking, ranking_needs(ranking)
 
     def choose(self, canvas, seen, candidates_BL: Tensor) -> Tensor:
-        round_BL, _, now_B = self.rounds(canvas)
         # What the plan has committed by the end of this round, less what the block has committed already.
-        planned_B = (canvas.block_BL & (round_BL <= now_B[:, None])).sum(dim=1)
-        done_B = (canvas.block_BL & ~canvas.masked_BL).sum(dim=1)
+        size_B = canvas.block_BL.sum(dim=1)
+        planned_B = self.planned_NT[size_B, canvas.block_step_B.minimum(self.last_N[size_B])]
+        done_B = size_B - canvas.candidates_BL.sum(dim=1)
         score_BL = ranking_score(self.ranking, canvas, seen)
         return take(order_BL(score_BL, candidates_BL), planned_B - done_B, candidates_BL)

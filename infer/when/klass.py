@@ -33,6 +33,5 @@ class Klass(Rule):
     def choose(self, canvas, seen, candidates_BL: Tensor) -> Tensor:
         steady_BL = (seen.kl_BLH < self.epsilon).all(dim=2)
         ready_BL = candidates_BL & steady_BL & (seen.confidence_BL >= self.tau)
-        count_B = canvas.step_B.new_full(canvas.step_B.shape, self.k)
-        best_BL = take(order_BL(seen.confidence_BL, candidates_BL), count_B, candidates_BL)
+        best_BL = take(order_BL(seen.confidence_BL, candidates_BL), self.k, candidates_BL)
         return torch.where(ready_BL.any(dim=1, keepdim=True), ready_BL, best_BL)

@@ -14,7 +14,6 @@ Defaults: alpha = 0.25, beta = 0.5, L_min = 1, W = 16, one setting for all model
 import torch
 from torch import Tensor
 
-from backbones.packing import pack_left
 from infer.rules import Rule, order_BL, take
 
 # Punctuation, newline and code symbols. A token counts if, spaces aside, it consists of these alone.
@@ -31,18 +30,6 @@ def delimiter_ids(tokenizer, vocab_size: int, delimiters: str) -> Tensor:
     return flags_V
 
 
-def adaptive_length(margin_BK: Tensor, count_B: Tensor, alpha: float, beta: float) -> Tensor:
-    """L' (B,) of rows whose first `count_B` of K margins are real."""
-    j_K = torch.arange(1, margin_BK.shape[1] + 1, device=margin_BK.device)
-    real_BK = j_K <= count_B[:, None]
-    lowest_BK = margin_BK.float().masked_fill(~real_BK, torch.inf).cummin(dim=1).values
-    falls_BK = torch.nn.functional.pad(lowest_BK[:, 1:] < lowest_BK[:, :-1], (0, 1))
-    reachable_BK = falls_BK | (j_K == count_B[:, None])
-    shortest_B, longest_B = (alpha * count_B.double()).ceil().long(), (beta * count_B.double()).floor().long()
-    inside_BK = reachable_BK & (j_K >= shortest_B[:, None]) & (j_K <= longest_B[:, None])
-    return torch.maximum((inside_BK * j_K).amax(dim=1), shortest_B)
-
-
 class _Sized(Rule):
     """What LSP and its scattered ablation share: how many."""
 
@@ -51,6 +38,23 @@ class _Sized(Rule):
             raise ValueError(f"alpha={alpha}, beta={beta}: need 0 < alpha <= beta <= 1")
         self.alpha, self.beta = alpha, beta
         self.needs = frozenset({"margin"})
+
+    def bind(self, backbone, gen_length: int) -> None:
+        counts_N = torch.arange(gen_length + 1, device=backbone.device).double()
+        self.shortest_N = (self.alpha * counts_N).ceil().long()
+        self.longest_N = (self.beta * counts_N).floor().long()
+
+    def adaptive_length(self, margin_BL: Tensor, candidates_BL: Tensor, rank_BL: Tensor) -> Tensor:
+        """L' (B, 1); `rank_BL` counts candidates from the left, the first is 1."""
+        lowest_BL = torch.where(candidates_BL, margin_BL, torch.inf).cummin(dim=1).values
+        count_B = rank_BL[:, -1]
+        shortest_B1, longest_B1 = self.shortest_N[count_B][:, None], self.longest_N[count_B][:, None]
+        # The minimum falls only at a candidate, and then the j candidates before it can be told from the rest. In the
+        # first column, which roll compares with the last, it never does.
+        before_BL = rank_BL - 1
+        inside_BL = (lowest_BL < lowest_BL.roll(1, dims=1)) & (before_BL <= longest_B1)
+        all_B1 = torch.where(count_B[:, None] <= longest_B1, count_B[:, None], 0)
+        return (inside_BL * before_BL).amax(dim=1, keepdim=True).maximum(all_B1).maximum(shortest_B1)
 
 
 class StablePrefix(_Sized):
@@ -73,6 +77,7 @@ class StablePrefix(_Sized):
         self.l_min, self.window, self.snap, self.delimiters = l_min, window, snap, delimiters
 
     def bind(self, backbone, gen_length: int) -> None:
+        super().bind(backbone, gen_length)
         if self.snap:
             flags_V = delimiter_ids(backbone.tokenizer, backbone.vocab_size, self.delimiters)
             if not bool(flags_V.any()):
@@ -80,24 +85,21 @@ class StablePrefix(_Sized):
             self.delimiter_V = flags_V.to(backbone.device)
 
     def choose(self, canvas, seen, candidates_BL: Tensor) -> Tensor:
-        where_BK, real_BK = pack_left(candidates_BL)
-        length_B = adaptive_length(seen.margin_BL.gather(1, where_BK), candidates_BL.sum(dim=1), self.alpha, self.beta)
+        rank_BL = candidates_BL.cumsum(dim=1)
+        length_B1 = self.adaptive_length(seen.margin_BL, candidates_BL, rank_BL)
         if self.snap:
-            j_K = torch.arange(1, where_BK.shape[1] + 1, device=where_BK.device)
-            at_BK = self.delimiter_V[seen.top1_BL.gather(1, where_BK)] & real_BK
-            at_BK &= (j_K <= length_B[:, None]) & (length_B[:, None] - j_K <= self.window)
-            length_B = (at_BK * j_K).amax(dim=1)
-        length_B = length_B.clamp_min(self.l_min)
-        return candidates_BL & (candidates_BL.cumsum(dim=1) <= length_B[:, None])
+            at_BL = self.delimiter_V[seen.top1_BL] & candidates_BL
+            at_BL &= (rank_BL <= length_B1) & (rank_BL >= length_B1 - self.window)
+            length_B1 = (at_BL * rank_BL).amax(dim=1, keepdim=True)
+        return candidates_BL & (rank_BL <= length_B1.clamp_min(self.l_min))
 
 
 class ScatteredMargin(_Sized):
     """LSP's ablation of its topology (§4.3.3): L' positions from anywhere, the largest margins first."""
 
     def choose(self, canvas, seen, candidates_BL: Tensor) -> Tensor:
-        where_BK, _ = pack_left(candidates_BL)
-        length_B = adaptive_length(seen.margin_BL.gather(1, where_BK), candidates_BL.sum(dim=1), self.alpha, self.beta)
-        return take(order_BL(seen.margin_BL, candidates_BL), length_B, candidates_BL)
+        length_B1 = self.adaptive_length(seen.margin_BL, candidates_BL, candidates_BL.cumsum(dim=1))
+        return take(order_BL(seen.margin_BL, candidates_BL), length_B1[:, 0], candidates_BL)
 
 
 class FixedPrefix(Rule):

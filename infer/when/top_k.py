@@ -49,7 +49,7 @@ class TopK(Rule):
 
     def choose(self, canvas, seen, candidates_BL: Tensor) -> Tensor:
         if self.steps is None:
-            count_B = canvas.step_B.new_full(canvas.step_B.shape, self.k)
+            count_B = self.k
         else:
             size_B = canvas.block_BL.sum(dim=1)
             count_B = size_B // self.steps + (canvas.block_step_B < size_B % self.steps)
