@@ -17,16 +17,25 @@ def make_bidirectional(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def padding_inputs(pad_B: Tensor, length: int, always: bool = False) -> dict[str, Tensor]:
+def key_mask(real_BS: Tensor, queries: int, additive: torch.dtype | None = None) -> Tensor:
+    """(B, 1, queries, S): every query of a row sees its real keys. A broadcast view of bool, as sdpa takes it;
+    `additive`: of that dtype instead, to be added to scores, as eager attention does."""
+    if additive is not None:
+        real_BS = torch.zeros_like(real_BS, dtype=additive).masked_fill(~real_BS, torch.finfo(additive).min)
+    return real_BS[:, None, None, :].expand(-1, 1, queries, -1)
+
+
+def padding_inputs(
+    pad_B: Tensor, length: int, always: bool = False, additive: torch.dtype | None = None
+) -> dict[str, Tensor]:
     """Attention mask and position ids for rows whose first `pad_B[b]` positions are padding.
 
     Positions count from the first real token, so a row's rotary angles do not depend on what shares its batch.
-    Returns `position_ids` (B, T) int64 and, only if some row is padded or `always`, `attention_mask` (B, 1, T, T) bool,
-    a broadcast view: every query sees the real tokens of its row.
+    Returns `position_ids` (B, T) int64 and, only if some row is padded or `always`, `attention_mask`, a `key_mask`.
     """
     positions_T = torch.arange(length, device=pad_B.device)
     real_BT = positions_T >= pad_B[:, None]
     inputs = {"position_ids": (positions_T - pad_B[:, None]).clamp_min(0)}
     if always or not bool(real_BT.all()):
-        inputs["attention_mask"] = real_BT[:, None, None, :].expand(-1, 1, length, -1)
+        inputs["attention_mask"] = key_mask(real_BT, length, additive)
     return inputs

@@ -18,15 +18,15 @@ BUCKET = 64
 
 
 class CompiledTrunk:
-    """Hidden states as an uncompiled `trunk` gives them, up to rounding."""
+    """Hidden states as an uncompiled `trunk` gives them, up to rounding. `additive`: see `bidirectional.key_mask`."""
 
-    def __init__(self, trunk: nn.Module, device: torch.device):
+    def __init__(self, trunk: nn.Module, device: torch.device, additive: torch.dtype | None = None):
         check_compiler(device)
-        self.trunk = trunk
+        self.trunk, self.additive = trunk, additive
         self._compiled = torch.compile(self._hidden)
 
     def _hidden(self, tokens_BT: Tensor, pad_B: Tensor) -> Tensor:
-        inputs = padding_inputs(pad_B, tokens_BT.shape[1], always=True)
+        inputs = padding_inputs(pad_B, tokens_BT.shape[1], always=True, additive=self.additive)
         return self.trunk(input_ids=tokens_BT, use_cache=False, **inputs).last_hidden_state
 
     def __call__(self, tokens_BT: Tensor, pad_B: Tensor) -> Tensor:

@@ -1,8 +1,6 @@
 """A backbone made of a transformers decoder run bidirectionally."""
 
-import math
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -10,17 +8,18 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from backbones import dream, llada
-from backbones.bidirectional import padding_inputs
-from backbones.checkpoint import fingerprint, headers
+from backbones.bidirectional import key_mask, padding_inputs
+from backbones.checkpoint import fingerprint
 from backbones.compiled import CompiledTrunk
 from backbones.hub import find_checkpoint
 from backbones.kv_cache import IndexedCache
 from backbones.last_layer import LastLayer
 from backbones.loading import read_config
 from backbones.packing import pack_left
+from backbones.placement import DTYPES, Placement, check_dtype, place
 from backbones.text import TextBackbone, check_vocabulary
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ATTENTION = ("sdpa", "eager")
 
 
 class TransformersBackbone(TextBackbone):
@@ -28,7 +27,7 @@ class TransformersBackbone(TextBackbone):
 
     `shifted`: the hidden state at position i - 1 predicts position i, as in models made from autoregressive ones.
     `compile`: whole forwards run compiled, and there are no caches, whose steps differ in what they compute.
-    The other settings are `TextBackbone`'s.
+    `attention`: transformers' implementation of it. The other settings are `TextBackbone`'s.
     """
 
     def __init__(
@@ -38,14 +37,17 @@ class TransformersBackbone(TextBackbone):
         *,
         shifted: bool = False,
         compile: bool = False,
+        attention: str = "sdpa",
         **settings,
     ):
         head = model.lm_head.weight
+        model.set_attn_implementation(check_attention(attention))
+        self.additive = head.dtype if attention == "eager" else None
         super().__init__(tokenizer, vocab_size=head.shape[0], device=head.device, dtype=head.dtype, **settings)
         self.shifted, self.model = shifted, model.eval().requires_grad_(False)
         self._last, self._compiled = LastLayer(model), None
         if compile:
-            self._compiled = CompiledTrunk(self.model.model, self.device)
+            self._compiled = CompiledTrunk(self.model.model, self.device, self.additive)
             self.new_cache, self.why_no_cache = None, "backbone.compile=true compiles whole forwards alone"
 
     @property
@@ -59,7 +61,7 @@ class TransformersBackbone(TextBackbone):
         if self._compiled is not None:
             return self.model.lm_head(self._compiled(tokens_BT, pad_B)[row_N, column_N])
         read_BK, read_N = distinct(row_N, column_N, asked_BT)
-        inputs = padding_inputs(pad_B, tokens_BT.shape[1])
+        inputs = padding_inputs(pad_B, tokens_BT.shape[1], additive=self.additive)
         hidden_BKd = self._last.run(read_BK, input_ids=tokens_BT, use_cache=False, **inputs)
         return self.model.lm_head(hidden_BKd[row_N, read_N])
 
@@ -99,7 +101,7 @@ class TransformersBackbone(TextBackbone):
             read_RM,
             input_ids=tokens_BT[rows_R].gather(1, column_RK),
             position_ids=position_RK,
-            attention_mask=real_RS[:, None, None, :].expand(-1, 1, column_RK.shape[1], -1),
+            attention_mask=key_mask(real_RS, column_RK.shape[1], self.additive),
             cache=cache,
             use_cache=True,
         )
@@ -109,8 +111,8 @@ class TransformersBackbone(TextBackbone):
 def load_llada(path: str, **options) -> TransformersBackbone:
     """A LLaDA checkpoint: a folder (relative: the working directory, then the repository) or a hub id.
 
-    Options: `name`, and where wanted `dtype`, `device`, `revision`, `compile`, and `chat_template`: whether prompts go
-    through the tokenizer's chat template; None: where it has one.
+    Options: `name`, and where wanted `dtype`, `device` (see `backbones.placement.place`), `revision`, `compile`,
+    `attention`, and `chat_template`: whether prompts go through the tokenizer's chat template; None: where it has one.
     """
     return _load(path, llada.load_model, PreTrainedTokenizerFast, "max_sequence_length", False, **options)
 
@@ -122,26 +124,32 @@ def load_dream(path: str, **options) -> TransformersBackbone:
 
 def _load(
     path: str,
-    load_model: Callable[[Path, torch.dtype, str], PreTrainedModel],
+    load_model: Callable[[Path, torch.dtype, Placement], PreTrainedModel],
     tokenizer_class: type[PreTrainedTokenizerBase],
     length_field: str,
     shifted: bool,
     *,
     name: str,
     dtype: str = "float32",
-    device: str = "cpu",
+    device: str | Sequence[str] = "cpu",
     revision: str | None = None,
     compile: bool = False,
+    attention: str = "sdpa",
     chat_template: bool | None = None,
 ) -> TransformersBackbone:
     folder = find_checkpoint(path, revision)
     check_dtype(dtype)
-    config, device = read_config(folder), resolve_device(device)
+    check_attention(attention)
+    config = read_config(folder)
     tokenizer = tokenizer_class.from_pretrained(folder, local_files_only=True)
     mask_id = special_id(folder, config, "mask_token_id")
     eos_id = special_id(folder, config, "eos_token_id")
-    check_memory(folder, DTYPES[dtype], device)
-    model = load_model(folder, DTYPES[dtype], device)
+    placement = place(folder, DTYPES[dtype], device)
+    if compile and placement.spread:
+        raise ValueError(
+            "backbone.compile=true needs the model on one device; give one in backbone.device, or use false"
+        )
+    model = load_model(folder, DTYPES[dtype], placement)
     check_vocabulary(folder, tokenizer, model.lm_head.weight.shape[0])
     return TransformersBackbone(
         model,
@@ -153,6 +161,7 @@ def _load(
         weights_hash=fingerprint(folder),
         shifted=shifted,
         compile=compile,
+        attention=attention,
         chat_template=chat_template,
     )
 
@@ -176,14 +185,13 @@ def distinct(row_N: Tensor, column_N: Tensor, like_BT: Tensor) -> tuple[Tensor, 
     return pack_left(read_BT)[0], (read_BT.cumsum(dim=1) - 1)[row_N, column_N]
 
 
-def check_dtype(dtype: str) -> None:
-    if dtype not in DTYPES:
-        raise ValueError(f"backbone.dtype={dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
-
-
-def resolve_device(device: str) -> str:
-    """`auto` is the GPU where there is one."""
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+def check_attention(attention: str) -> str:
+    if attention not in ATTENTION:
+        raise ValueError(
+            f"backbone.attention={attention!r} is unknown; allowed: {', '.join(ATTENTION)}. Padded rows and caches "
+            "need masks, which flash_attention_2 does not take; on a GPU sdpa runs flash kernels where no row is padded"
+        )
+    return attention
 
 
 def special_id(folder: Path, config: dict, field: str) -> int:
@@ -195,19 +203,3 @@ def special_id(folder: Path, config: dict, field: str) -> int:
     if not 0 <= found < size:
         raise ValueError(f"backbone.path={folder}: {field}={found} is outside the vocabulary of {size}")
     return found
-
-
-def check_memory(folder: Path, dtype: torch.dtype, device: str) -> None:
-    """Refuses weights that cannot fit the device, before any is read."""
-    numbers = sum(math.prod(shape) for shape, _ in headers(folder).values())
-    needed = numbers * dtype.itemsize
-    if str(device).startswith("cuda"):
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > free:
-        raise ValueError(
-            f"backbone.path={folder}: {numbers:,} parameters in {str(dtype).removeprefix('torch.')} need "
-            f"{needed / 2**30:.1f} GiB, and {device} has {free / 2**30:.1f} GiB free; try backbone.dtype=bfloat16 or "
-            "another backbone.device"
-        )

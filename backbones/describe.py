@@ -13,11 +13,12 @@ from rich.table import Table
 from transformers import PretrainedConfig, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from backbones.checkpoint import headers, weight_files
-from backbones.denoiser import DTYPES, check_dtype, special_id
+from backbones.denoiser import special_id
 from backbones.dream_format import qwen2_config
 from backbones.hub import find_checkpoint
 from backbones.llada_format import llama_config, to_llama_name
 from backbones.loading import read_config
+from backbones.placement import DTYPES, check_dtype
 from backbones.text import uses_chat
 
 FORMATS = {"llada": (llama_config, PreTrainedTokenizerFast), "Dream": (qwen2_config, Qwen2Tokenizer)}

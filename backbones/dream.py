@@ -9,6 +9,7 @@ from transformers import Qwen2ForCausalLM
 from backbones.bidirectional import make_bidirectional
 from backbones.dream_format import qwen2_config
 from backbones.loading import load_tensors, read_config
+from backbones.placement import CPU, Placement
 
 
 def new_model(config: dict[str, Any]) -> Qwen2ForCausalLM:
@@ -16,6 +17,6 @@ def new_model(config: dict[str, Any]) -> Qwen2ForCausalLM:
     return make_bidirectional(Qwen2ForCausalLM(qwen2_config(config)))
 
 
-def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Qwen2ForCausalLM:
+def load_model(folder: Path, dtype: torch.dtype, placement: Placement = CPU) -> Qwen2ForCausalLM:
     """The model of a Dream folder."""
-    return load_tensors(Qwen2ForCausalLM, qwen2_config(read_config(folder)), folder, dtype, device)
+    return load_tensors(Qwen2ForCausalLM, qwen2_config(read_config(folder)), folder, dtype, placement)

@@ -26,9 +26,10 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from backbones.checkpoint import fingerprint, tensors
-from backbones.denoiser import DTYPES, check_dtype, check_memory, predicting, resolve_device
+from backbones.denoiser import predicting
 from backbones.hub import find_checkpoint
 from backbones.loading import read_config
+from backbones.placement import DTYPES, check_dtype, place
 from backbones.text import TextBackbone, check_vocabulary
 
 MODEL_CLASSES = ("AutoModel", "AutoModelForMaskedLM", "AutoModelForCausalLM")
@@ -97,11 +98,11 @@ def load_remote(
     check_dtype(dtype)
     if model_class not in MODEL_CLASSES:
         raise ValueError(f"backbone.model_class={model_class!r} is unknown; allowed: {', '.join(MODEL_CLASSES)}")
-    folder, device = find_checkpoint(path, revision, with_code=True), resolve_device(device)
+    folder = find_checkpoint(path, revision, with_code=True)
     config = read_config(folder)
     code = check_code(folder, config, model_class)
     length = choose_length(folder, config, max_length)
-    check_memory(folder, DTYPES[dtype], device)
+    device = place(folder, DTYPES[dtype], device, whole=True).first
     warnings.warn(
         f"backbone.trust_remote_code=true: {', '.join(f.name for f in code)} of {folder} runs now, with your rights",
         stacklevel=2,
@@ -125,7 +126,7 @@ def load_remote(
         max_length=length,
         weights_hash=remote_hash(folder, code, model_class, shifted),
         vocab_size=width,
-        device=torch.device(device),
+        device=device,
         dtype=DTYPES[dtype],
         chat_template=chat_template,
     )
@@ -196,19 +197,19 @@ def own_code(folder: Path, config: dict[str, Any]):
 
 
 @contextmanager
-def defaults(dtype: torch.dtype, device: str):
+def defaults(dtype: torch.dtype, device: torch.device):
     """New tensors get `dtype` and `device` where the code that makes them names none."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device(device):
+        with device:
             yield
     finally:
         torch.set_default_dtype(before)
 
 
 def load_model(
-    folder: Path, config: dict[str, Any], model_class: str, dtype: torch.dtype, device: str
+    folder: Path, config: dict[str, Any], model_class: str, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
     """The model as its own code builds it, with the stored tensors copied in one by one.
 

@@ -30,10 +30,9 @@ class _Layer(CacheLayerMixin):
         """Writes (R, H, K, d) at the owner's target, returns all keys and values (R, H, S, d) of its rows."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        row_N, position_N, r_N, k_N = self.owner.target
+        row_N, position_N, r_N, k_N, rows_R = self.owner.target(key_states.device)
         self.keys[row_N, :, position_N] = key_states.transpose(1, 2)[r_N, k_N]
         self.values[row_N, :, position_N] = value_states.transpose(1, 2)[r_N, k_N]
-        rows_R = self.owner.rows_R
         return (self.keys, self.values) if rows_R is None else (self.keys[rows_R], self.values[rows_R])
 
     def get_seq_length(self) -> int:
@@ -52,16 +51,23 @@ class IndexedCache(Cache):
     def __init__(self, layers: int, rows: int, length: int):
         super().__init__(layers=[_Layer(self) for _ in range(layers)])
         self.rows, self.length = rows, length
-        self.target: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
-        self.rows_R: Tensor | None = None
+        self._target: dict[torch.device, tuple[Tensor | None, ...]] = {}
 
     def aim(self, rows_R: Tensor, position_RK: Tensor, valid_RK: Tensor) -> None:
         """The next forward computes rows `rows_R` at `position_RK`; where `valid_RK` is False nothing is written."""
         # As numbers, not as a mask: every layer indexes with them, and a mask is searched each time.
         r_N, k_N = valid_RK.nonzero(as_tuple=True)
-        self.target = rows_R[r_N], position_RK[r_N, k_N], r_N, k_N
         # All rows in order need no copy of what they attend to.
-        self.rows_R = None if len(rows_R) == self.rows else rows_R
+        shown_R = None if len(rows_R) == self.rows else rows_R
+        self._target = {rows_R.device: (rows_R[r_N], position_RK[r_N, k_N], r_N, k_N, shown_R)}
+
+    def target(self, device: torch.device) -> tuple[Tensor | None, ...]:
+        """Where the forward's keys go, for a layer on `device`: rows and positions here, rows and columns there, and
+        the rows whose keys it attends to; None: all."""
+        if device not in self._target:
+            first = next(iter(self._target.values()))
+            self._target[device] = tuple(None if x is None else x.to(device) for x in first)
+        return self._target[device]
 
     def keep(self, rows: list[int]) -> None:
         """The given rows alone, in that order."""

@@ -13,6 +13,7 @@ from backbones.bidirectional import make_bidirectional
 from backbones.checkpoint import write_atomically
 from backbones.llada_format import llama_config, rename, to_llada_name, to_llama_name
 from backbones.loading import load_tensors, read_config
+from backbones.placement import CPU, Placement
 
 
 def new_model(config: dict[str, Any]) -> LlamaForCausalLM:
@@ -20,10 +21,10 @@ def new_model(config: dict[str, Any]) -> LlamaForCausalLM:
     return make_bidirectional(LlamaForCausalLM(llama_config(config)))
 
 
-def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> LlamaForCausalLM:
+def load_model(folder: Path, dtype: torch.dtype, placement: Placement = CPU) -> LlamaForCausalLM:
     """The model of a LLaDA folder."""
     config = llama_config(read_config(folder))
-    return load_tensors(LlamaForCausalLM, config, folder, dtype, device, to_llama_name, to_llada_name)
+    return load_tensors(LlamaForCausalLM, config, folder, dtype, placement, to_llama_name, to_llada_name)
 
 
 def save_checkpoint(

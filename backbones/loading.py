@@ -10,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from backbones.bidirectional import make_bidirectional
 from backbones.checkpoint import tensors
+from backbones.placement import Placement, connect
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def load_tensors(
     config: PretrainedConfig,
     folder: Path,
     dtype: torch.dtype,
-    device: torch.device | str,
+    placement: Placement,
     new_name: Callable[[str], str] = lambda name: name,
     stored_name: Callable[[str], str] = lambda name: name,
 ) -> PreTrainedModel:
@@ -51,8 +52,13 @@ def load_tensors(
     with torch.device("meta"):
         model = model_class(config)
     # `to_empty` keeps tensors untouched until each is loaded; buffers are rebuilt since they are not stored.
-    model.to(dtype).to_empty(device=device)
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
+    model.to(dtype)
+    trunk = model.model
+    for index, layer in enumerate(trunk.layers):
+        layer.to_empty(device=placement.layer(index))
+    for part in (trunk.embed_tokens, trunk.norm, model.lm_head):
+        part.to_empty(device=placement.first)
+    trunk.rotary_emb = type(trunk.rotary_emb)(model.config).to(placement.first)
     wanted = dict(model.named_parameters())
     tied = bool(config.tie_word_embeddings)
     left = set(wanted) - ({"lm_head.weight"} if tied else set())
@@ -69,4 +75,6 @@ def load_tensors(
         raise ValueError(f"backbone.path={folder}: tensors are missing: {sorted(map(stored_name, left))[:5]}")
     if tied:
         model.tie_weights()
+    if placement.spread:
+        connect(model, placement)
     return make_bidirectional(model).eval()

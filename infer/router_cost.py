@@ -21,8 +21,8 @@ from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
 from backbones.bidirectional import make_bidirectional
-from backbones.denoiser import DTYPES
 from backbones.llada_format import llama_config
+from backbones.placement import DTYPES, candidates, check_dtype
 from infer.canvas import Canvas, Request
 from infer.observation import observe
 from infer.when.lps import Lps
@@ -63,14 +63,13 @@ class Shape:
 @hydra.main(config_path="../conf", config_name="router_cost", version_base="1.3")
 @torch.inference_mode()
 def main(cfg: DictConfig) -> None:
-    if cfg.dtype not in DTYPES:
-        raise ValueError(f"dtype={cfg.dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
+    check_dtype(cfg.dtype, "dtype")
     if not 1 <= cfg.layers <= DEPTH or cfg.repeats < 1 or not 1 <= cfg.block_length <= cfg.gen_length:
         raise ValueError(
             f"layers={cfg.layers}, repeats={cfg.repeats}, block_length={cfg.block_length}: need 1 to {DEPTH} layers, "
             "at least 1 repeat, and a block within the generation"
         )
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device)
+    device = candidates(cfg.device, "device")[0]
     torch.manual_seed(0)
     config = llama_config({**LLADA_8B, "n_layers": cfg.layers})
     with torch.device(device):

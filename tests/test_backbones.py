@@ -228,3 +228,18 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write_atomically(target, fail)
     assert target.read_text() == "old" and list(tmp_path.iterdir()) == [target]
+
+
+def test_eager_attention_sees_what_sdpa_sees(backbone, backbone_folder):
+    eager = load_llada(str(backbone_folder), name="eager", attention="eager")
+    assert backbone.model.config._attn_implementation == "sdpa" and eager.model.config._attn_implementation == "eager"
+    length, every_B = 12, torch.ones(3, dtype=torch.bool)
+    pad_B = torch.tensor([length - len(row) for row in ROWS])
+    tokens_BT = torch.tensor([[0] * (length - len(row)) + row for row in ROWS])
+    real_BT = torch.arange(length) >= pad_B[:, None]
+    expected = backbone.logits(tokens_BT, pad_B, real_BT)
+    torch.testing.assert_close(eager.logits(tokens_BT, pad_B, real_BT), expected, atol=1e-5, rtol=1e-5)
+    cached = eager.cached_logits(tokens_BT, pad_B, real_BT, real_BT, every_B, eager.new_cache(3, length + 2))
+    torch.testing.assert_close(cached, expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="backbone.attention='flash_attention_2' is unknown; allowed: sdpa, eager"):
+        load_llada(str(backbone_folder), name="x", attention="flash_attention_2")
