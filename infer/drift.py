@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from infer.observation import CHUNK_ELEMENTS
+from infer.observation import chunk_rows
+
+NEVER = -1e30  # a logit of probability 0; finite, so that a forbidden id adds 0 * 0 and not 0 * (inf - inf)
 
 
 class Drift:
@@ -41,13 +43,11 @@ class Drift:
         """
         self._make_room(asked_BL, logits_NV.shape[1])
         row_N, position_N = asked_BL.nonzero(as_tuple=True)
-        chunk = max(1, CHUNK_ELEMENTS // logits_NV.shape[1])
+        chunk = chunk_rows(logits_NV)
         parts = []
         for part_MV, *where in zip(logits_NV.split(chunk), row_N.split(chunk), position_N.split(chunk), strict=True):
-            now_MV = part_MV.float().index_fill(1, self.forbidden, -torch.inf).log_softmax(dim=1)
-            # A forbidden id adds 0 * 0, not 0 * (inf - inf).
-            change_MV = (now_MV - self.before_BLV[*where]).index_fill(1, self.forbidden, 0.0)
-            kl_M = (now_MV.exp() * change_MV).sum(dim=1)
+            now_MV = part_MV.float().index_fill(1, self.forbidden, NEVER).log_softmax(dim=1)
+            kl_M = torch.linalg.vecdot(now_MV.exp(), now_MV - self.before_BLV[*where])
             parts.append(kl_M.masked_fill(~self.known_BL[*where], torch.inf))
             self.before_BLV[*where] = now_MV
         newest_BL = self.kl_BLH.new_zeros(asked_BL.shape)

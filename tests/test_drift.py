@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import infer.drift
+import infer.observation
 from infer.canvas import Request
 from infer.drift import Drift
 from infer.loop import Decoder
@@ -71,7 +71,7 @@ def test_chunks_change_nothing(monkeypatch):
     asked = torch.ones(2, 7, dtype=torch.bool)
     whole, parts = Drift(2, torch.tensor([0])), Drift(2, torch.tensor([0]))
     found = [whole.update(logits, asked) for logits in steps]
-    monkeypatch.setattr(infer.drift, "CHUNK_ELEMENTS", 50)
+    monkeypatch.setattr(infer.observation, "CPU_CHUNK_ELEMENTS", 50)
     assert all(torch.equal(kl, parts.update(logits, asked)) for kl, logits in zip(found, steps, strict=True))
     assert (found[0] == torch.inf).all() and found[2].isfinite().all()
 

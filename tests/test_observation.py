@@ -79,7 +79,7 @@ def test_unasked_positions_are_zero_and_rows_keep_their_place():
 def test_chunks_change_nothing(monkeypatch):
     logits, uniform = torch.randn(37, 11), torch.rand(37)
     whole = statistics(logits, ALL, 0.7, uniform)
-    monkeypatch.setattr(infer.observation, "CHUNK_ELEMENTS", 50)
+    monkeypatch.setattr(infer.observation, "CPU_CHUNK_ELEMENTS", 50)
     parts = statistics(logits, ALL, 0.7, uniform)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 

@@ -41,20 +41,19 @@ class _Sized(Rule):
 
     def bind(self, backbone, gen_length: int) -> None:
         counts_N = torch.arange(gen_length + 1, device=backbone.device).double()
-        self.shortest_N = (self.alpha * counts_N).ceil().long()
-        self.longest_N = (self.beta * counts_N).floor().long()
+        shortest_N, self.longest_N = (self.alpha * counts_N).ceil().long(), (self.beta * counts_N).floor().long()
+        # All N are always reachable, where they are not too many.
+        self.least_N = torch.where(counts_N <= self.longest_N, counts_N.long(), shortest_N)
 
     def adaptive_length(self, margin_BL: Tensor, candidates_BL: Tensor, rank_BL: Tensor) -> Tensor:
         """L' (B, 1); `rank_BL` counts candidates from the left, the first is 1."""
         lowest_BL = torch.where(candidates_BL, margin_BL, torch.inf).cummin(dim=1).values
-        count_B = rank_BL[:, -1]
-        shortest_B1, longest_B1 = self.shortest_N[count_B][:, None], self.longest_N[count_B][:, None]
+        count_B1 = rank_BL[:, -1:]
         # The minimum falls only at a candidate, and then the j candidates before it can be told from the rest. In the
         # first column, which roll compares with the last, it never does.
         before_BL = rank_BL - 1
-        inside_BL = (lowest_BL < lowest_BL.roll(1, dims=1)) & (before_BL <= longest_B1)
-        all_B1 = torch.where(count_B[:, None] <= longest_B1, count_B[:, None], 0)
-        return (inside_BL * before_BL).amax(dim=1, keepdim=True).maximum(all_B1).maximum(shortest_B1)
+        inside_BL = (lowest_BL < lowest_BL.roll(1, dims=1)) & (before_BL <= self.longest_N[count_B1])
+        return (inside_BL * before_BL).amax(dim=1, keepdim=True).maximum(self.least_N[count_B1])
 
 
 class StablePrefix(_Sized):
