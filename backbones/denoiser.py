@@ -17,7 +17,7 @@ from backbones.last_layer import LastLayer
 from backbones.loading import read_config
 from backbones.packing import pack_left
 from backbones.placement import DTYPES, Placement, check_dtype, place
-from backbones.text import TextBackbone, check_vocabulary
+from backbones.text import TextBackbone, check_vocabulary, read_tokenizer
 
 ATTENTION = ("sdpa", "eager")
 
@@ -141,7 +141,7 @@ def _load(
     check_dtype(dtype)
     check_attention(attention)
     config = read_config(folder)
-    tokenizer = tokenizer_class.from_pretrained(folder, local_files_only=True)
+    tokenizer = read_tokenizer(folder, tokenizer_class)
     mask_id = special_id(folder, config, "mask_token_id")
     eos_id = special_id(folder, config, "eos_token_id")
     placement = place(folder, DTYPES[dtype], device)
@@ -199,7 +199,7 @@ def special_id(folder: Path, config: dict, field: str) -> int:
     found = config.get(field)
     if not isinstance(found, int):
         raise ValueError(f"backbone.path={folder}: config.json has no {field}")
-    size = config.get("embedding_size") or config["vocab_size"]
+    size = config.get("embedding_size") or config.get("vocab_size", 0)
     if not 0 <= found < size:
         raise ValueError(f"backbone.path={folder}: {field}={found} is outside the vocabulary of {size}")
     return found

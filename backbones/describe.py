@@ -17,9 +17,9 @@ from backbones.denoiser import special_id
 from backbones.dream_format import qwen2_config
 from backbones.hub import find_checkpoint
 from backbones.llada_format import llama_config, to_llama_name
-from backbones.loading import read_config
+from backbones.loading import model_config, read_config
 from backbones.placement import DTYPES, check_dtype
-from backbones.text import uses_chat
+from backbones.text import read_tokenizer, uses_chat
 
 FORMATS = {"llada": (llama_config, PreTrainedTokenizerFast), "Dream": (qwen2_config, Qwen2Tokenizer)}
 
@@ -87,10 +87,10 @@ def main(cfg: DictConfig) -> None:
     if model_type not in FORMATS:
         raise ValueError(f"backbone.path={folder}: model_type={model_type!r}; known: {', '.join(FORMATS)}")
     to_config, tokenizer_class = FORMATS[model_type]
-    config, stored = to_config(raw), headers(folder)
+    config, stored = model_config(folder, to_config), headers(folder)
     faults = mapping_faults(stored, expected_shapes(config, model_type), model_type, bool(config.tie_word_embeddings))
     parameters = sum(math.prod(shape) for shape, _ in stored.values())
-    tokenizer = tokenizer_class.from_pretrained(folder, local_files_only=True)
+    tokenizer = read_tokenizer(folder, tokenizer_class)
     chat = uses_chat(tokenizer, b.get("chat_template"))
 
     table = Table(show_header=False, title=str(b.name))

@@ -8,7 +8,7 @@ from transformers import Qwen2ForCausalLM
 
 from backbones.bidirectional import make_bidirectional
 from backbones.dream_format import qwen2_config
-from backbones.loading import load_tensors, read_config
+from backbones.loading import load_tensors, model_config
 from backbones.placement import CPU, Placement
 
 
@@ -19,4 +19,4 @@ def new_model(config: dict[str, Any]) -> Qwen2ForCausalLM:
 
 def load_model(folder: Path, dtype: torch.dtype, placement: Placement = CPU) -> Qwen2ForCausalLM:
     """The model of a Dream folder."""
-    return load_tensors(Qwen2ForCausalLM, qwen2_config(read_config(folder)), folder, dtype, placement)
+    return load_tensors(Qwen2ForCausalLM, model_config(folder, qwen2_config), folder, dtype, placement)

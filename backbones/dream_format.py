@@ -12,11 +12,15 @@ from backbones.loading import check_config
 
 # What this code assumes of a Dream config, by field; anything else would need other arithmetic.
 _REQUIRED = {"hidden_act": "silu", "rope_scaling": None, "use_sliding_window": False}
+_PRESENT = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings",
+)  # fmt: skip
 
 
 def qwen2_config(dream: dict[str, Any]) -> Qwen2Config:
     """transformers' Qwen2 config for a Dream `config.json`; `ValueError` names a field we cannot honour."""
-    check_config(dream, "Dream", "Dream", _REQUIRED)
+    check_config(dream, "Dream", "Dream", _REQUIRED, _PRESENT)
     return Qwen2Config(
         vocab_size=dream["vocab_size"],
         hidden_size=dream["hidden_size"],

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from backbones.bidirectional import make_bidirectional
 from backbones.checkpoint import write_atomically
 from backbones.llada_format import llama_config, rename, to_llada_name, to_llama_name
-from backbones.loading import load_tensors, read_config
+from backbones.loading import load_tensors, model_config
 from backbones.placement import CPU, Placement
 
 
@@ -23,7 +23,7 @@ def new_model(config: dict[str, Any]) -> LlamaForCausalLM:
 
 def load_model(folder: Path, dtype: torch.dtype, placement: Placement = CPU) -> LlamaForCausalLM:
     """The model of a LLaDA folder."""
-    config = llama_config(read_config(folder))
+    config = model_config(folder, llama_config)
     return load_tensors(LlamaForCausalLM, config, folder, dtype, placement, to_llama_name, to_llada_name)
 
 

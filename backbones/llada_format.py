@@ -69,11 +69,12 @@ _REQUIRED = {
     "scale_logits": False,
     "layer_norm_with_affine": True,
 }
+_PRESENT = ("d_model", "mlp_hidden_size", "n_layers", "n_heads", "max_sequence_length", "vocab_size")
 
 
 def llama_config(llada: dict[str, Any]) -> LlamaConfig:
     """transformers' Llama config for a LLaDA `config.json`; `ValueError` names a field we cannot honour."""
-    check_config(llada, "LLaDA", "llada", _REQUIRED)
+    check_config(llada, "LLaDA", "llada", _REQUIRED, _PRESENT)
     return LlamaConfig(
         vocab_size=llada.get("embedding_size") or llada["vocab_size"],
         hidden_size=llada["d_model"],

@@ -1,7 +1,7 @@
 """A checkpoint folder's tensors into a transformers model, one by one."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,20 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"backbone.path={folder}: config.json is damaged: {error}") from error
 
 
-def check_config(config: dict[str, Any], label: str, model_type: str, required: dict[str, Any]) -> None:
-    """ValueError where a `config.json` is another architecture's, or sets a field otherwise than `required`."""
+def model_config(folder: Path, convert: Callable[[dict[str, Any]], PretrainedConfig]) -> PretrainedConfig:
+    """transformers' config for the folder's, by `convert`; its ValueErrors name the folder."""
+    config = read_config(folder)
+    try:
+        return convert(config)
+    except ValueError as error:
+        raise ValueError(f"backbone.path={folder}: {error}") from error
+
+
+def check_config(
+    config: dict[str, Any], label: str, model_type: str, required: dict[str, Any], present: Iterable[str]
+) -> None:
+    """ValueError where a `config.json` is another architecture's, sets a field otherwise than `required`, or lacks one
+    that must be `present`."""
     if config.get("model_type") != model_type:
         raise ValueError(
             f"model_type={config.get('model_type')!r} in config.json; a {label} checkpoint has {model_type!r}"
@@ -32,6 +44,9 @@ def check_config(config: dict[str, Any], label: str, model_type: str, required: 
     for field, value in required.items():
         if config.get(field, value) != value:
             raise ValueError(f"{field}={config[field]!r} in config.json; only {value!r} is supported")
+    missing = [field for field in present if config.get(field) is None]
+    if missing:
+        raise ValueError(f"config.json lacks {', '.join(missing)}, which a {label} checkpoint has")
 
 
 def load_tensors(

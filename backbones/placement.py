@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from backbones.checkpoint import headers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MEMINFO = Path("/proc/meminfo")
 LAYER = re.compile(r"\.(?:layers|blocks)\.(\d+)\.")
 
 
@@ -79,27 +80,34 @@ def candidates(device: str | Sequence[str], setting: str = "backbone.device") ->
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
         return [torch.device("cuda", i) for i in range(gpus)] or [torch.device("cpu")]
-    names = [device] if isinstance(device, str) else list(device)
-    try:
-        found = [torch.device(name) for name in names]
-    except RuntimeError:
-        found = []
-    if not found or len(set(found)) < len(found):
+    names = [device] if isinstance(device, str) else list(device) if isinstance(device, Sequence) else []
+    found = [_device(name) for name in names]
+    if not found or None in found or len(set(found)) < len(found):
         raise ValueError(
             f"{setting}={device!r} is unknown or twice the same; allowed: auto, cpu, cuda, cuda:1, or a list such as "
             "[cuda:0,cuda:1]"
         )
     for one in found:
-        if one.type == "cuda" and (one.index or 0) >= gpus:
+        if one.type == "cuda" and one.index >= gpus:
             raise ValueError(f"{setting}={device!r}: {one} is not there, torch sees {gpus} GPUs")
     return found
 
 
+def _device(name: Any) -> torch.device | None:
+    """Each device has one name here: `cuda` is `cuda:0`."""
+    kind = re.fullmatch(r"cpu|cuda(?::(\d+))?", name) if isinstance(name, str) else None
+    if kind is None:
+        return None
+    return torch.device("cpu") if name == "cpu" else torch.device("cuda", int(kind[1] or 0))
+
+
 def free_memory(device: torch.device) -> int:
-    """Bytes."""
+    """Bytes that weights can have. On a CPU what the kernel calls available, which the cache of files does not lessen;
+    where it does not say, all there is."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = re.search(r"^MemAvailable: +(\d+) kB$", MEMINFO.read_text(), re.M) if MEMINFO.is_file() else None
+    return int(found[1]) * 1024 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def spread(rest: int, layers: Sequence[int], free: Sequence[int]) -> list[int] | None:

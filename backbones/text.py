@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -48,6 +49,17 @@ class TextBackbone:
         if self.eos_id in ids:
             ids = ids[: ids.index(self.eos_id)]
         return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def read_tokenizer(folder: Path, tokenizer_class: type[PreTrainedTokenizerBase]) -> PreTrainedTokenizerBase:
+    """The folder's tokenizer; ValueError where it has none that can be read."""
+    try:
+        return tokenizer_class.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"backbone.path={folder}: its tokenizer cannot be read (tokenizer.json, or vocab.json and merges.txt, with "
+            f"tokenizer_config.json): {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        ) from error
 
 
 def uses_chat(tokenizer: PreTrainedTokenizerBase, chat_template: bool | None) -> bool:

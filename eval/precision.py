@@ -27,6 +27,7 @@ from backbones.checkpoint import write_atomically
 from eval.metrics import wilson
 from eval.runner import choose_problems
 from infer.canvas import Canvas, Completion, Request
+from infer.compose import make_method
 from infer.loop import Decoder
 from infer.observation import Observation, observe
 from infer.rules import Method
@@ -137,7 +138,7 @@ def main(cfg: DictConfig) -> None:
     shares, pairs = measure(
         backbone,
         other,
-        lambda: instantiate(cfg.method),
+        lambda: make_method(cfg.method),
         [request for _, request in chosen.values()],
         gen_length=length,
         batch_size=cfg.decode.batch_size,

@@ -1,12 +1,13 @@
 """Method configs by name, for scripts that run several."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import product
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from hydra import compose
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig
 
 from infer.rules import Method
@@ -57,7 +58,37 @@ def _own(setting: str) -> str:
 
 
 def build_method(config_name: str, entry: str, overrides: list[str]) -> Method:
-    return instantiate(compose_method(config_name, entry, overrides).method)
+    return make_method(compose_method(config_name, entry, overrides).method)
+
+
+def make_method(config: DictConfig) -> Method:
+    """The method of a `method` config. ValueError names a setting that is not of its rule's type."""
+    check_types("method", config)
+    return instantiate(config)
+
+
+def check_types(key: str, node: Any) -> None:
+    """Each setting of a part, against the annotation of what the part is made with."""
+    if not isinstance(node, Mapping):
+        return
+    hints = get_type_hints(get_class(node["_target_"]).__init__) if "_target_" in node else {}
+    for name, value in node.items():
+        hint = hints.get(name)
+        if hint is not None and not _fits(value, hint):
+            kinds = get_args(hint) or (hint,)
+            need = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
+            raise ValueError(f"{key}.{name}={value!r}: need {need}")
+        check_types(f"{key}.{name}", value)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a setting is of a plain type; what is annotated otherwise is the rule's own to check."""
+    kinds = get_args(hint) or (hint,)
+    if not set(kinds) <= {int, float, bool, str, NoneType}:
+        return True
+    if isinstance(value, bool):
+        return bool in kinds
+    return isinstance(value, kinds) or (float in kinds and isinstance(value, int))
 
 
 def hash_routers(node: Any) -> Any:

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from backbones.checkpoint import write_atomically
 from infer.canvas import Request, text_length
+from infer.compose import make_method
 from infer.loop import Decoder
 from infer.prompting import read_prompts
 from infer.watch import Watch
@@ -47,7 +48,9 @@ def main(cfg: DictConfig) -> None:
         Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
     else:
         texts = [("prompt", sys.stdin.read().strip() if cfg.prompt == "-" else str(cfg.prompt))]
-    backbone, method = instantiate(cfg.backbone), instantiate(cfg.method)
+        if not texts[0][1]:
+            raise ValueError("prompt is empty; give a text, or - and the text on the standard input")
+    method, backbone = make_method(cfg.method), instantiate(cfg.backbone)
     requests = [Request(name, backbone.encode(text)) for name, text in texts]
     console = Console()
     settings = {k: cfg.decode[k] for k in ("gen_length", "batch_size", "temperature", "seed")}

@@ -190,8 +190,19 @@ def test_damaged_checkpoints_are_refused(tmp_path, backbone_folder):
 
     folder, config = damaged(tmp_path, backbone_folder, "other")
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
-    with pytest.raises(ValueError, match="model_type='gpt2'"):
+    with pytest.raises(ValueError, match="backbone.path=.*other: model_type='gpt2'"):
         load_model(folder, torch.float32)
+
+    for field in ("d_model", "n_heads", "max_sequence_length"):
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != field}))
+        with pytest.raises(ValueError, match=f"backbone.path=.*other: config.json lacks {field}"):
+            load_llada(str(folder), name="x")
+
+    folder, config = damaged(tmp_path, backbone_folder, "mute")
+    for file in folder.glob("*token*"):
+        file.unlink()
+    with pytest.raises(ValueError, match="backbone.path=.*mute: its tokenizer cannot be read"):
+        load_llada(str(folder), name="x")
 
     folder, config = damaged(tmp_path, backbone_folder, "alibi")
     (folder / "config.json").write_text(json.dumps({**config, "alibi": True}))

@@ -144,7 +144,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, tokenizer):
 
 def test_weights_too_large_for_memory_are_refused_before_reading(tmp_path, tokenizer, monkeypatch):
     folder, _ = save_dream(tmp_path / "large", tokenizer)
-    monkeypatch.setattr("os.sysconf", lambda name: 8)
+    monkeypatch.setattr("backbones.placement.free_memory", lambda device: 64)
     with pytest.raises(ValueError, match="GiB free; try backbone.dtype=bfloat16"):
         load_dream(str(folder), name="large")
 

@@ -211,7 +211,11 @@ def test_speed(finished, shared):
     cwd, _ = finished
     settings = ("methods=[threshold,sequential]", "caches=[none,dual]", "batch_sizes=[1,2]", "limit=3", "out=speed")
     text = succeed("eval/speed.py", *shared, *settings, cwd=cwd)
-    assert "plain loop, threshold" in text and "x the prompts per second of the plain loop" in text
+    assert (
+        "plain loop, threshold" in text
+        and "x the prompts per second of the plain loop" in text
+        and "cache dual, batch 2" in text
+    )
     rows = {(r["method"], r["cache"], r["batch_size"]): r for r in json.loads((cwd / "speed/speed.json").read_text())}
     assert len(rows) == 2 * 2 * 2 + 2
     for name in ("sequential", "threshold"):
@@ -259,6 +263,10 @@ def test_generation(finished, shared):
         ("eval/compare.py", ("task=nonsense",), "gsm_symbolic"),
         ("eval/compare.py", ("methods=sequential",), "methods=sequential: give a list"),
         ("infer/generate.py", ("method=threshold", "method.commit.tau=1.5", "prompt=a"), "tau=1.5"),
+        ("infer/generate.py", ("method=threshold", "method.commit.tau=abc", "prompt=a"), "method.commit.tau='abc'"),
+        ("eval/compare.py", ("methods=['sequential:commit.k=1.5']",), "method.commit.k=1.5: need int"),
+        ("infer/generate.py", ("method=threshold", "decode.block_length=64", "prompt=a"), "block_length=64: longer"),
+        ("infer/generate.py", ("method=threshold", "prompt=''"), "prompt is empty"),
         ("infer/generate.py", ("method=lsp", "method/block=lbs", "prompt=a"), "have holes"),
         ("infer/generate.py", ("method=dus", "method.cache=paged", "prompt=a"), "cache='paged'"),
         ("infer/generate.py", ("method=dus", "method/filters=[luck]", "prompt=a"), "method/filters/luck"),

@@ -1,5 +1,10 @@
 """Which device holds what, and a forward over several: with fake tensors, which find what is not where it must be."""
 
+import math
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -9,8 +14,10 @@ from backbones.bidirectional import make_bidirectional, padding_inputs
 from backbones.denoiser import load_llada
 from backbones.kv_cache import IndexedCache
 from backbones.last_layer import LastLayer
-from backbones.llada import load_model
-from backbones.placement import Placement, candidates, connect, place, spread
+from backbones.llada import load_model, new_model
+from backbones.llada_format import llada_config, to_llada_name
+from backbones.placement import Placement, candidates, connect, free_memory, place, spread
+from tests.published import save_sharded
 
 GPUS = [torch.device("cuda", 0), torch.device("cuda", 1)]
 TWO = [torch.device("cpu"), torch.device("cpu", 1)]  # to fake tensors they are two
@@ -58,9 +65,61 @@ def test_auto_takes_one_gpu_where_one_is_enough(backbone_folder, two_gpus, monke
         place(backbone_folder, torch.float32, "auto")
 
 
+def test_memory_that_holds_cached_files_is_free(tmp_path, monkeypatch):
+    """A checkpoint just downloaded lies in the cache of files; that must not keep it from being loaded."""
+    monkeypatch.setattr(placement, "MEMINFO", tmp_path / "meminfo")
+    assert free_memory(torch.device("cpu")) >= 2**28
+    (tmp_path / "meminfo").write_text("MemTotal:  100 kB\nMemFree:   5 kB\nMemAvailable:   70 kB\nCached:  60 kB\n")
+    assert free_memory(torch.device("cpu")) == 70 * 1024
+
+
+def test_loading_takes_little_more_than_the_weights(tmp_path, tokenizer):
+    """Bytes of its own that a process has at most while it loads a sharded bfloat16 checkpoint, over the weights'."""
+    config = llada_config(
+        d_model=512, n_layers=8, n_heads=8, mlp_hidden_size=1536, vocab_size=len(tokenizer), max_sequence_length=512,
+        mask_token_id=tokenizer.mask_token_id, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, rope_theta=10000.0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        names = [(to_llada_name(n), p.shape) for n, p in new_model(config).named_parameters()]
+    save_sharded(tmp_path, {n: torch.zeros(shape) for n, shape in names}, config, torch.bfloat16)
+    printed = subprocess.run(
+        [sys.executable, "-c", PEAK, str(tmp_path)], cwd=Path(__file__).parents[1], capture_output=True, text=True,
+    )  # fmt: skip
+    assert printed.returncode == 0, printed.stderr
+    peak, weights = map(int, printed.stdout.split())
+    assert weights == 2 * sum(math.prod(shape) for _, shape in names) > 2**25
+    assert weights < peak < 1.15 * weights
+
+
+PEAK = """
+import re, sys, threading, time
+from pathlib import Path
+import torch
+from backbones.llada import load_model
+
+def own():
+    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+torch.zeros(1 << 20).bfloat16()
+before, peak, over = own(), 0, False
+def watch():
+    global peak
+    while not over:
+        peak = max(peak, own())
+        time.sleep(0.001)
+thread = threading.Thread(target=watch)
+thread.start()
+model = load_model(Path(sys.argv[1]), torch.bfloat16)
+over = True
+thread.join()
+print(peak - before, sum(p.numel() * p.element_size() for p in model.parameters()))
+"""
+
+
 def test_devices_that_are_not_there(two_gpus, monkeypatch):
-    assert candidates("cuda") == [torch.device("cuda")] and candidates("auto") == GPUS
-    for wrong in ("gpu", ["cuda:0", "cuda:0"], [], ["cpu", "gpu"]):
+    assert candidates("cuda") == GPUS[:1] and candidates("auto") == GPUS
+    for wrong in ("gpu", "mps", "meta", "cpu:0", "", None, 0, [], ["cuda:0", "cuda"], ["cpu", "gpu"], [0, 1]):
         with pytest.raises(ValueError, match="allowed: auto, cpu, cuda"):
             candidates(wrong)
     with pytest.raises(ValueError, match="cuda:2 is not there, torch sees 2 GPUs"):

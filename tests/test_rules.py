@@ -645,3 +645,9 @@ def test_pack_left():
 def test_bad_settings_are_named(lbs, lps, make, named):
     with pytest.raises(ValueError, match=named):
         make((lbs, lps))
+
+
+def test_a_block_is_no_longer_than_the_generation(backbone):
+    Fixed(40).bind(backbone, 40)
+    with pytest.raises(ValueError, match="block_length=41: longer than gen_length=40"):
+        Fixed(41).bind(backbone, 40)

@@ -18,6 +18,7 @@ from infer.where.fixed import Fixed
 from infer.where.lbs import Lbs
 from infer.where.suffix import Suffix
 from tests.conftest import BLOCK_LENGTH, GEN_LENGTH
+from trace_gen.recorder import Recorder
 
 WAITING = {
     "__bool__", "__int__", "__float__", "__index__", "item", "tolist", "cpu", "numpy", "nonzero", "argwhere",
@@ -107,6 +108,20 @@ def test_looks_of_a_step(backbone, lbs, lps, monkeypatch, name, cache, least, mo
     turns = steps.turns()[: min(c.nfe for c in done) - 1]
     counts = [sum(turn.values()) for turn in turns]
     assert counts and least <= min(counts) and max(counts) <= most, turns
+
+
+def test_recording_a_replay_looks_at_nothing(backbone):
+    """A recorded step looks no oftener than another; what was recorded is read when the next step comes."""
+    found = {}
+    for watching in (False, True):
+        looks = Looks()
+        steps, method = Steps(looks), Method("m", Fixed(BLOCK_LENGTH), Threshold(0.3), stop="full_length")
+        observers = [steps, Recorder()] if watching else [steps]
+        settings = {"gen_length": GEN_LENGTH, "observers": observers, "extra_needs": Recorder.needs}
+        with looks:
+            list(Decoder(backbone, method, **settings).run([Request("a", (40, 41))]))
+        found[watching] = steps.turns()
+    assert len(found[True]) > 3 and found[True] == found[False]
 
 
 def test_a_clock_waits_only_where_it_is_told_to(backbone, monkeypatch):

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from backbones.base import Backbone
 from infer.canvas import Completion, Request
-from infer.compose import hash_routers
+from infer.compose import hash_routers, make_method
 from infer.loop import Decoder
 from infer.prompting import make_requests
 from tasks.problem import Task, check_split
@@ -78,7 +77,7 @@ def make_traces(cfg: DictConfig, backbone: Backbone, task: Task) -> TraceStore:
     replay = cfg.trace.kind == "replay"
     decoder = Decoder(
         backbone,
-        instantiate(cfg.method),
+        make_method(cfg.method),
         observers=[recorder] if replay else [],
         extra_needs=recorder.needs if replay else frozenset(),
         **{k: cfg.decode[k] for k in ("gen_length", "batch_size", "temperature", "seed")},

@@ -50,20 +50,21 @@ def masked_rows(
     allowed_NV = logits_NV.float().index_fill(1, backbone.forbidden_ids, -torch.inf)
     loss_N = F.cross_entropy(allowed_NV, response_BL[mask_BL], reduction="none").cpu()
 
-    counts = mask_BL.sum(dim=1).tolist()
+    # On the host from here on, by one copy each.
+    mask_BL, top1_BL, entropy_BL = mask_BL.cpu(), seen.top1_BL.cpu(), seen.entropy_BL.cpu()
+    right_BL = top1_BL == response_BL.cpu()
     rows = []
-    for row, ((index, _), loss) in enumerate(zip(items, loss_N.split(counts), strict=True)):
+    for row, ((index, _), loss) in enumerate(zip(items, loss_N.split(mask_BL.sum(dim=1).tolist()), strict=True)):
         mask_L = mask_BL[row]
-        top1 = seen.top1_BL[row][mask_L]
         rows.append(
             {
                 "trajectory": index,
                 "ratio": ratio,
                 "position": mask_L.nonzero()[:, 0].tolist(),
-                "top1": top1.tolist(),
-                "entropy": seen.entropy_BL[row][mask_L].tolist(),
+                "top1": top1_BL[row][mask_L].tolist(),
+                "entropy": entropy_BL[row][mask_L].tolist(),
                 "loss": loss.tolist(),
-                "right": (top1 == response_BL[row][mask_L]).tolist(),
+                "right": right_BL[row][mask_L].tolist(),
             }
         )
     return rows

@@ -16,6 +16,13 @@ class Fixed(Rule):
             raise ValueError(f"block_length={block_length}: need at least 1 position")
         self.block_length = block_length
 
+    def bind(self, backbone, gen_length: int) -> None:
+        if self.block_length > gen_length:
+            raise ValueError(
+                f"block_length={self.block_length}: longer than gen_length={gen_length}; give at most that, or "
+                "block=full"
+            )
+
     def form(self, canvas, seen, rows_B: Tensor) -> Tensor:
         first_B1 = canvas.masked_BL.float().argmax(dim=1, keepdim=True)
         start_B1 = first_B1 // self.block_length * self.block_length
