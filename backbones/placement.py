@@ -143,10 +143,17 @@ class _Mover:
         self.last: dict[str, tuple[Any, Any]] = {}
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        for name, value in kwargs.items():
-            if name not in self.last or self.last[name][0] is not value:
-                self.last[name] = value, _moved(value, self.device)
-        return _moved(args, self.device), {name: self.last[name][1] for name in kwargs}
+        return _moved(args, self.device), {name: self._shared(name, value) for name, value in kwargs.items()}
+
+    def _shared(self, name: str, value: Any) -> Any:
+        source, moved = self.last.get(name, (None, None))
+        if source is value:
+            return moved
+        self.last.pop(name, None)
+        moved = _moved(value, self.device)
+        if isinstance(value, Tensor | tuple):  # anything else, a cache, is not to be kept alive here
+            self.last[name] = value, moved
+        return moved
 
 
 def _moved(value: Any, device: torch.device) -> Any:

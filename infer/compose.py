@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterable, Mapping
 from itertools import product
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hydra import compose
 from hydra.utils import get_class, instantiate
@@ -74,16 +74,18 @@ def check_types(key: str, node: Any) -> None:
     hints = get_type_hints(get_class(node["_target_"]).__init__) if "_target_" in node else {}
     for name, value in node.items():
         hint = hints.get(name)
-        if hint is not None and not _fits(value, hint):
-            kinds = get_args(hint) or (hint,)
+        if hint is not None and not _fits(value, kinds := _kinds(hint)):
             need = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
             raise ValueError(f"{key}.{name}={value!r}: need {need}")
         check_types(f"{key}.{name}", value)
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a setting is of a plain type; what is annotated otherwise is the rule's own to check."""
-    kinds = get_args(hint) or (hint,)
+def _kinds(hint: Any) -> tuple:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _fits(value: Any, kinds: tuple) -> bool:
+    """Whether a setting is of one of these plain types; what is annotated otherwise is the rule's own to check."""
     if not set(kinds) <= {int, float, bool, str, NoneType}:
         return True
     if isinstance(value, bool):

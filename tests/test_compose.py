@@ -26,6 +26,17 @@ def test_settings_of_another_type_are_named(file):
             check_types(f"method.{file.parent.name}", {"_target_": config["_target_"], name: wrong})
 
 
+class Listed:
+    def __init__(self, names: list[str], limit: float | None = None):
+        pass
+
+
+def test_other_annotations_are_left_to_the_rule():
+    check_types("method", {"_target_": f"{__name__}.Listed", "names": ["a", "b"], "limit": 3})
+    with pytest.raises(ValueError, match="method.limit='b': need float or null"):
+        check_types("method", {"_target_": f"{__name__}.Listed", "names": ["a"], "limit": "b"})
+
+
 def test_what_types_fit():
     target = {"_target_": "infer.when.dilated.Dilated"}
     for good in ({"base": 3}, {"skip_below": None}, {"skip_below": 1}, {"skip_below": 0.5}):
