@@ -283,7 +283,7 @@ def test_from_the_command_line(folder, tmp_path):
     command = [
         sys.executable, str(ROOT / "infer/generate.py"), "backbone=hf_remote", f"backbone.path={folder}",
         "backbone.model_class=AutoModelForMaskedLM", "backbone.dtype=float32", "backbone.device=cpu",
-        "method=threshold", "prompt=How many?", f"decode.gen_length={GEN_LENGTH}",
+        "method=threshold", "prompt=How many?", f"decode.gen_length={GEN_LENGTH}", "decode.block_length=8",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode != 0 and "opt in with backbone.trust_remote_code=true" in done.stderr
