@@ -41,7 +41,7 @@ class TransformersBackbone(TextBackbone):
         **settings,
     ):
         head = model.lm_head.weight
-        model.set_attn_implementation(check_attention(attention))
+        model.set_attn_implementation(attention)
         self.additive = head.dtype if attention == "eager" else None
         super().__init__(tokenizer, vocab_size=head.shape[0], device=head.device, dtype=head.dtype, **settings)
         self.shifted, self.model = shifted, model.eval().requires_grad_(False)
@@ -181,17 +181,16 @@ def distinct(row_N: Tensor, column_N: Tensor, like_BT: Tensor) -> tuple[Tensor, 
 
     K is the largest number in a row; rows with fewer get columns that nobody reads.
     """
-    read_BT = torch.zeros_like(like_BT).index_put((row_N, column_N), like_BT.new_ones((), dtype=torch.bool))
+    read_BT = torch.zeros_like(like_BT).index_put((row_N, column_N), like_BT.new_ones(()))
     return pack_left(read_BT)[0], (read_BT.cumsum(dim=1) - 1)[row_N, column_N]
 
 
-def check_attention(attention: str) -> str:
+def check_attention(attention: str) -> None:
     if attention not in ATTENTION:
         raise ValueError(
             f"backbone.attention={attention!r} is unknown; allowed: {', '.join(ATTENTION)}. Padded rows and caches "
             "need masks, which flash_attention_2 does not take; on a GPU sdpa runs flash kernels where no row is padded"
         )
-    return attention
 
 
 def special_id(folder: Path, config: dict, field: str) -> int:

@@ -53,8 +53,10 @@ def compare(tmp_path, monkeypatch, capsys, router_folders):
 
 def test_lps_goes_to_another_model_and_length(compare, elsewhere):
     methods = 'methods=[sequential,lps,"lps:commit.tau_psi=1.0,commit.tau=1.0"]'
-    there = (f"backbone.path={elsewhere}", "backbone.name=elsewhere", f"decode.gen_length={LENGTH}", methods)
-    there = (*there, "decode.block_length=8")
+    there = (
+        f"backbone.path={elsewhere}", "backbone.name=elsewhere", f"decode.gen_length={LENGTH}",
+        "decode.block_length=8", methods,
+    )  # fmt: skip
     sequential, lps, never = compare(*there, "decode.stop=full_length", "router.allow_transfer=true")
     assert sequential["nfe"] == LENGTH == never["nfe"]
     assert lps["n"] == 3 and lps["nfe"] < LENGTH and lps["router_share"] > 0, "the router decides there"

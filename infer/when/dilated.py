@@ -52,13 +52,12 @@ class _Planned(Rule):
         self.base, self.base_skip = base, base_skip
 
     def bind(self, backbone, gen_length: int) -> None:
-        plans = [()] + [plan(size, self.base, self.base_skip) for size in range(1, gen_length + 1)]
         rounds = torch.arange(gen_length)
         self.round_NL = torch.zeros(gen_length + 1, gen_length, dtype=torch.long)
         self.last_N = torch.zeros(gen_length + 1, dtype=torch.long)
         self.planned_NT = torch.zeros(gen_length + 1, gen_length, dtype=torch.long)
         for size in range(1, gen_length + 1):
-            round_L = torch.tensor(plans[size])
+            round_L = torch.tensor(plan(size, self.base, self.base_skip))
             self.round_NL[size, :size], self.last_N[size] = round_L, round_L.max()
             self.planned_NT[size] = (round_L <= rounds[:, None]).sum(dim=1)
         for name in ("round_NL", "last_N", "planned_NT"):
