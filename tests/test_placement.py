@@ -76,7 +76,7 @@ def test_memory_that_holds_cached_files_is_free(tmp_path, monkeypatch):
 def test_loading_takes_little_more_than_the_weights(tmp_path, tokenizer):
     """Bytes of its own that a process has at most while it loads a sharded bfloat16 checkpoint, over the weights'."""
     config = llada_config(
-        d_model=512, n_layers=8, n_heads=8, mlp_hidden_size=1536, vocab_size=len(tokenizer), max_sequence_length=512,
+        d_model=1024, n_layers=8, n_heads=8, mlp_hidden_size=3072, vocab_size=len(tokenizer), max_sequence_length=512,
         mask_token_id=tokenizer.mask_token_id, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id, rope_theta=10000.0,
     )  # fmt: skip
@@ -88,8 +88,9 @@ def test_loading_takes_little_more_than_the_weights(tmp_path, tokenizer):
     )  # fmt: skip
     assert printed.returncode == 0, printed.stderr
     peak, weights = map(int, printed.stdout.split())
-    assert weights == 2 * sum(math.prod(shape) for _, shape in names) > 2**25
-    assert weights < peak < 1.15 * weights
+    assert weights == 2 * sum(math.prod(shape) for _, shape in names) > 2e8
+    # Pages that the process had before and freed or used again move the figure by some MB either way.
+    assert 0.95 * weights < peak < 1.15 * weights
 
 
 PEAK = """
