@@ -1,10 +1,37 @@
 """What a backbone offers, whatever its architecture."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of a forward that the host needs: with them at hand it queues the forward without waiting for a GPU.
+
+    Attributes:
+        asked: positions asked for in each row of the forward.
+        pads: columns of padding on the left of each row.
+        computed: positions computed in each row; empty where all are.
+    """
+
+    asked: Sequence[int]
+    pads: Sequence[int]
+    computed: Sequence[int] = ()
+
+    @classmethod
+    def of(
+        cls, pad_B: Tensor, asked_BT: Tensor, compute_BT: Tensor | None = None, rows_B: Tensor | None = None
+    ) -> "Sizes":
+        """Looked up, at once, for the rows in `rows_B` (None: all)."""
+        parts = [asked_BT, pad_B[:, None]] if compute_BT is None else [asked_BT, pad_B[:, None], compute_BT]
+        rows = torch.stack([part.sum(dim=1) for part in parts], dim=1)
+        rows = (rows if rows_B is None else rows[rows_B]).tolist()
+        return cls(*map(list, zip(*rows, strict=True)))
 
 
 class Backbone(Protocol):
@@ -46,9 +73,9 @@ class Backbone(Protocol):
     def decode(self, ids: Tensor) -> str:
         """The text of generated ids up to the first EOS, special tokens left out."""
 
-    def logits(self, tokens_BT: Tensor, pad_B: Tensor, asked_BT: Tensor) -> Tensor:
+    def logits(self, tokens_BT: Tensor, pad_B: Tensor, asked_BT: Tensor, sizes: Sizes | None = None) -> Tensor:
         """Logits (N, V) at the N asked positions, row-major, in the model's dtype.
 
-        `tokens_BT` int64; `pad_B` int64, columns of padding on the left of each row; `asked_BT` bool. A row's logits
-        do not depend on the other rows.
+        `tokens_BT` int64; `pad_B` int64, columns of padding on the left of each row; `asked_BT` bool; `sizes` where the
+        caller knows them. A row's logits do not depend on the other rows.
         """

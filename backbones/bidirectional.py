@@ -25,17 +25,15 @@ def key_mask(real_BS: Tensor, queries: int, additive: torch.dtype | None = None)
     return real_BS[:, None, None, :].expand(-1, 1, queries, -1)
 
 
-def padding_inputs(
-    pad_B: Tensor, length: int, always: bool = False, additive: torch.dtype | None = None
-) -> dict[str, Tensor]:
+def padding_inputs(pad_B: Tensor, length: int, padded: bool, additive: torch.dtype | None = None) -> dict[str, Tensor]:
     """Attention mask and position ids for rows whose first `pad_B[b]` positions are padding.
 
     Positions count from the first real token, so a row's rotary angles do not depend on what shares its batch.
-    Returns `position_ids` (B, T) int64 and, only if some row is padded or `always`, `attention_mask`, a `key_mask`.
+    Returns `position_ids` (B, T) int64 and, only if `padded` (some row is), `attention_mask`, a `key_mask`.
     """
     positions_T = torch.arange(length, device=pad_B.device)
     real_BT = positions_T >= pad_B[:, None]
     inputs = {"position_ids": (positions_T - pad_B[:, None]).clamp_min(0)}
-    if always or not bool(real_BT.all()):
+    if padded:
         inputs["attention_mask"] = key_mask(real_BT, length, additive)
     return inputs

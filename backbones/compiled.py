@@ -26,7 +26,7 @@ class CompiledTrunk:
         self._compiled = torch.compile(self._hidden)
 
     def _hidden(self, tokens_BT: Tensor, pad_B: Tensor) -> Tensor:
-        inputs = padding_inputs(pad_B, tokens_BT.shape[1], always=True, additive=self.additive)
+        inputs = padding_inputs(pad_B, tokens_BT.shape[1], padded=True, additive=self.additive)
         return self.trunk(input_ids=tokens_BT, use_cache=False, **inputs).last_hidden_state
 
     def __call__(self, tokens_BT: Tensor, pad_B: Tensor) -> Tensor:

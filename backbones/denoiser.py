@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from backbones import dream, llada
+from backbones.base import Sizes
 from backbones.bidirectional import key_mask, padding_inputs
 from backbones.checkpoint import fingerprint
 from backbones.compiled import CompiledTrunk
@@ -15,7 +16,7 @@ from backbones.hub import find_checkpoint
 from backbones.kv_cache import IndexedCache
 from backbones.last_layer import LastLayer
 from backbones.loading import read_config
-from backbones.packing import pack_left
+from backbones.packing import pack_left, positions
 from backbones.placement import DTYPES, Placement, check_dtype, place
 from backbones.text import TextBackbone, check_vocabulary, read_tokenizer
 
@@ -55,19 +56,23 @@ class TransformersBackbone(TextBackbone):
         return self.model.model.embed_tokens.weight
 
     @torch.inference_mode()
-    def logits(self, tokens_BT: Tensor, pad_B: Tensor, asked_BT: Tensor) -> Tensor:
-        # Looked up before the trunk is queued: on a GPU the host waits here for little, and behind it for nothing.
-        row_N, column_N = predicting(asked_BT, pad_B, self.shifted)
+    def logits(self, tokens_BT: Tensor, pad_B: Tensor, asked_BT: Tensor, sizes: Sizes | None = None) -> Tensor:
+        sizes = sizes or Sizes.of(pad_B, asked_BT)
+        row_N, column_N = predicting(asked_BT, pad_B, self.shifted, sum(sizes.asked))
         if self._compiled is not None:
             return self.model.lm_head(self._compiled(tokens_BT, pad_B)[row_N, column_N])
-        read_BK, read_N = distinct(row_N, column_N, asked_BT)
-        inputs = padding_inputs(pad_B, tokens_BT.shape[1], additive=self.additive)
+        read_BK, read_N = distinct(row_N, column_N, asked_BT, max(sizes.asked))
+        inputs = padding_inputs(pad_B, tokens_BT.shape[1], any(sizes.pads), self.additive)
         hidden_BKd = self._last.run(read_BK, input_ids=tokens_BT, use_cache=False, **inputs)
         return self.model.lm_head(hidden_BKd[row_N, read_N])
 
     def new_cache(self, rows: int, length: int) -> IndexedCache:
         """An empty cache for `rows` rows of up to `length` real positions each."""
         return IndexedCache(self.model.config.num_hidden_layers, rows, length)
+
+    def sources(self, asked_BT: Tensor, pad_B: Tensor) -> Tensor:
+        """The positions (B, T) bool whose outputs predict the asked ones; a cached step has to compute them."""
+        return ahead(asked_BT, pad_B) if self.shifted else asked_BT
 
     @torch.inference_mode()
     def cached_logits(
@@ -78,25 +83,26 @@ class TransformersBackbone(TextBackbone):
         compute_BT: Tensor,
         rows_B: Tensor,
         cache: IndexedCache,
+        sizes: Sizes | None = None,
     ) -> Tensor:
         """Logits at the asked positions of the rows in `rows_B` (bool), computing only `compute_BT` of them.
 
-        `asked_BT` must lie within `compute_BT`. What is computed is written to the cache; everything else of those
-        rows is read from it. The result is that of `logits` where every real position is computed.
+        `asked_BT` and its `sources` must lie within `compute_BT`. What is computed is written to the cache; everything
+        else of those rows is read from it. The result is that of `logits` where every real position is computed.
+        `sizes`, where the caller knows them, are of the rows in `rows_B`.
         """
-        rows_R = rows_B.nonzero()[:, 0]
-        row_N, column_N = predicting(asked_BT & rows_B[:, None], pad_B, self.shifted)
-        if self.shifted:
-            compute_BT = compute_BT.index_put((row_N, column_N), compute_BT.new_ones(()))
+        sizes = sizes or Sizes.of(pad_B, asked_BT, compute_BT, rows_B)
+        (rows_R,) = positions(rows_B, len(sizes.asked))
+        row_N, column_N = predicting(asked_BT & rows_B[:, None], pad_B, self.shifted, sum(sizes.asked))
         pad_R1 = pad_B[rows_R][:, None]
-        column_RK, valid_RK = pack_left(compute_BT[rows_R])
+        column_RK, valid_RK = pack_left(compute_BT[rows_R], max(sizes.computed))
         position_RK = (column_RK - pad_R1).clamp_min(0)
-        cache.aim(rows_R, position_RK, valid_RK)
+        cache.aim(rows_R, position_RK, valid_RK, sum(sizes.computed))
         # Computed positions are packed in their order, rows in theirs.
         packed_N = compute_BT.cumsum(dim=1)[row_N, column_N] - 1
         real_RS = torch.arange(cache.length, device=pad_B.device) < tokens_BT.shape[1] - pad_R1
         row_N = (rows_B.cumsum(dim=0) - 1)[row_N]
-        read_RM, read_N = distinct(row_N, packed_N, valid_RK)
+        read_RM, read_N = distinct(row_N, packed_N, valid_RK, max(sizes.asked))
         hidden_RMd = self._last.run(
             read_RM,
             input_ids=tokens_BT[rows_R].gather(1, column_RK),
@@ -166,23 +172,30 @@ def _load(
     )
 
 
-def predicting(asked_BT: Tensor, pad_B: Tensor, shifted: bool) -> tuple[Tensor, Tensor]:
-    """Row and column (N,) of the outputs that predict the asked positions, in row-major order.
+def predicting(asked_BT: Tensor, pad_B: Tensor, shifted: bool, count: int | None = None) -> tuple[Tensor, Tensor]:
+    """Row and column (N,) of the outputs that predict the asked positions, in row-major order; `count` is N if known.
 
     `shifted`: position i - 1 predicts i. A row's first position has none before it and is predicted by its own, as in
     Dream's published sampler.
     """
-    row_N, column_N = asked_BT.nonzero(as_tuple=True)
+    row_N, column_N = positions(asked_BT, count)
     return row_N, torch.maximum(column_N - 1, pad_B[row_N]) if shifted else column_N
 
 
-def distinct(row_N: Tensor, column_N: Tensor, like_BT: Tensor) -> tuple[Tensor, Tensor]:
+def ahead(asked_BT: Tensor, pad_B: Tensor) -> Tensor:
+    """What `predicting` finds in a shifted model, as (B, T) bool."""
+    before_BT = torch.nn.functional.pad(asked_BT[:, 1:], (0, 1))
+    column_T, pad_B1 = torch.arange(asked_BT.shape[1], device=pad_B.device), pad_B[:, None]
+    return (before_BT & (column_T >= pad_B1)) | (asked_BT & (column_T == pad_B1))
+
+
+def distinct(row_N: Tensor, column_N: Tensor, like_BT: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """The columns (B, K) of each row that occur in (`row_N`, `column_N`), and where in K each of the N is found.
 
-    K is the largest number in a row; rows with fewer get columns that nobody reads.
+    K is `width`, at least the largest number in a row; rows with fewer get columns that nobody reads.
     """
     read_BT = torch.zeros_like(like_BT).index_put((row_N, column_N), like_BT.new_ones(()))
-    return pack_left(read_BT)[0], (read_BT.cumsum(dim=1) - 1)[row_N, column_N]
+    return pack_left(read_BT, width)[0], (read_BT.cumsum(dim=1) - 1)[row_N, column_N]
 
 
 def check_attention(attention: str) -> None:

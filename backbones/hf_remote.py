@@ -25,10 +25,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from backbones.base import Sizes
 from backbones.checkpoint import fingerprint, tensors
 from backbones.denoiser import predicting
 from backbones.hub import find_checkpoint
 from backbones.loading import read_config
+from backbones.packing import positions
 from backbones.placement import DTYPES, check_dtype, place
 from backbones.text import TextBackbone, check_vocabulary
 
@@ -53,14 +55,16 @@ class RemoteBackbone(TextBackbone):
         return self.model.get_input_embeddings().weight
 
     @torch.inference_mode()
-    def logits(self, tokens_BT: Tensor, pad_B: Tensor, asked_BT: Tensor) -> Tensor:
-        row_N, column_N = predicting(asked_BT, pad_B, self.shifted)
+    def logits(self, tokens_BT: Tensor, pad_B: Tensor, asked_BT: Tensor, sizes: Sizes | None = None) -> Tensor:
+        sizes = sizes or Sizes.of(pad_B, asked_BT)
+        row_N, column_N = predicting(asked_BT, pad_B, self.shifted, sum(sizes.asked))
         logits_NV = None
-        for pad in sorted(set(pad_B.tolist())):
+        for pad in sorted(set(sizes.pads)):
+            asked = [n for n, its_pad in zip(sizes.asked, sizes.pads, strict=True) if its_pad == pad]
             rows_B = pad_B == pad
-            at_N = rows_B[row_N]
+            (rows_R,), (at_N,) = positions(rows_B, len(asked)), positions(rows_B[row_N], sum(asked))
             row_M, column_M = (rows_B.cumsum(dim=0) - 1)[row_N[at_N]], column_N[at_N] - pad
-            part_MV = self.model(tokens_BT[rows_B, pad:]).logits[row_M, column_M]
+            part_MV = self.model(tokens_BT[rows_R, pad:]).logits[row_M, column_M]
             if logits_NV is None:
                 logits_NV = part_MV.new_empty(len(row_N), part_MV.shape[1])
             logits_NV[at_N] = part_MV

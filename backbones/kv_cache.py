@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from backbones.packing import positions
+
 
 class _Layer(CacheLayerMixin):
     """One layer's keys and values, (B, H, S, d), behind transformers' cache interface."""
@@ -53,10 +55,11 @@ class IndexedCache(Cache):
         self.rows, self.length = rows, length
         self._target: dict[torch.device, tuple[Tensor | None, ...]] = {}
 
-    def aim(self, rows_R: Tensor, position_RK: Tensor, valid_RK: Tensor) -> None:
-        """The next forward computes rows `rows_R` at `position_RK`; where `valid_RK` is False nothing is written."""
+    def aim(self, rows_R: Tensor, position_RK: Tensor, valid_RK: Tensor, count: int | None = None) -> None:
+        """The next forward computes rows `rows_R` at `position_RK`; where `valid_RK` is False nothing is written.
+        `count`: how often it is True, if known."""
         # As numbers, not as a mask: every layer indexes with them, and a mask is searched each time.
-        r_N, k_N = valid_RK.nonzero(as_tuple=True)
+        r_N, k_N = positions(valid_RK, count)
         # All rows in order need no copy of what they attend to.
         shown_R = None if len(rows_R) == self.rows else rows_R
         self._target = {rows_R.device: (rows_R[r_N], position_RK[r_N, k_N], r_N, k_N, shown_R)}

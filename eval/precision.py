@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hydra
-import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from rich.console import Console
@@ -76,9 +75,8 @@ class SecondLook:
 
     def step(self, canvas: Canvas, seen: Observation, chosen_BL: Tensor) -> None:
         asked_BL = seen.asked_BL
-        asked_BT = torch.nn.functional.pad(asked_BL, (canvas.tokens_BT.shape[1] - asked_BL.shape[1], 0))
-        logits_NV = self.other.logits(canvas.tokens_BT, canvas.pad_B, asked_BT)
-        again = observe(logits_NV, asked_BL, self.method.needs | self.needs, self.other.forbidden_ids)
+        logits_NV = self.other.logits(canvas.tokens_BT, canvas.pad_B, canvas.columns(asked_BL))
+        again = observe(logits_NV, asked_BL, self.method.needs | self.needs, self.other.forbidden_ids).check()
         self.top1.add((again.top1_BL != seen.top1_BL)[asked_BL])
         sure = [o.confidence_BL >= self.tau for o in (seen, again)]
         self.member.add((sure[0] != sure[1])[asked_BL])

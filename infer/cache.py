@@ -13,11 +13,15 @@ that was still masked at the forward before. So the cached prefix grows, and eve
 committed token (LSP, its prefix cache).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from backbones.base import Backbone
+from backbones.base import Backbone, Sizes
+from backbones.packing import positions
 from infer.canvas import Canvas
+from infer.plan import Plan
 from infer.rules import Method
 
 
@@ -32,55 +36,23 @@ class StepCache:
         self.moving = method.block.moving
         self.cache = None
         self.start_B: Tensor | None = None  # first generation position that was masked at the row's last forward
-        self._computed: int | Tensor = 0
-
-    @property
-    def computed(self) -> int:
-        """Positions computed so far, padding left out."""
-        return int(self._computed)
+        self.computed = 0  # positions computed so far, padding left out
 
     def keep(self, rows: list[int]) -> None:
         if self.cache is not None:
             self.cache.keep(rows)
             self.start_B = self.start_B[rows]
 
-    def reach(self, canvas: Canvas, opening_B: Tensor) -> Tensor:
-        """The generation positions (B, L) bool that the step to come computes, and may thus be asked for."""
+    def plan(self, canvas: Canvas, full_B: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Rows (B,) bool that the step to come computes whole, and the generation positions (B, L) bool that it
+        computes, in those rows all; None where every step computes everything.
+
+        `full_B`: rows whose block was full, so that another is open since, or opens in the step.
+        """
         if self.kind == "none":
-            return torch.ones_like(canvas.masked_BL)
-        refill_B, compute_BL = self._plan(canvas, opening_B)
-        return compute_BL | refill_B[:, None]
-
-    def logits(self, canvas: Canvas, opening_B: Tensor, asked_BL: Tensor) -> Tensor:
-        """Logits (N, V) at the asked positions, row-major. `opening_B`: rows whose block this step opens."""
-        length = canvas.gen_length
-        asked_BT = torch.nn.functional.pad(asked_BL, (canvas.tokens_BT.shape[1] - length, 0))
-        if self.kind == "none":
-            self._computed += sum(len(prompt) + length for prompt in canvas.prompts)
-            return self.backbone.logits(canvas.tokens_BT, canvas.pad_B, asked_BT)
-        refill_B, compute_BL = self._plan(canvas, opening_B)
-        self.start_B = canvas.masked_BL.to(torch.uint8).argmax(dim=1)
-        compute_BT = torch.nn.functional.pad(compute_BL, (asked_BT.shape[1] - length, 0))
-        every_BT = torch.arange(asked_BT.shape[1], device=asked_BL.device) >= canvas.pad_B[:, None]
-
-        refilling = int(refill_B.sum())
-        if refilling == len(refill_B):
-            return self._forward(canvas, refill_B, every_BT, asked_BT)
-        if refilling == 0:
-            return self._forward(canvas, ~refill_B, compute_BT, asked_BT)
-        # Rows that refill and rows that do not have too different lengths to share a forward.
-        logits_NV, row_N = None, asked_BT.nonzero()[:, 0]
-        for rows_B, computed_BT in ((refill_B, every_BT), (~refill_B, compute_BT)):
-            part_MV = self._forward(canvas, rows_B, computed_BT, asked_BT)
-            if logits_NV is None:
-                logits_NV = part_MV.new_empty(len(row_N), part_MV.shape[1])
-            logits_NV[rows_B[row_N]] = part_MV
-        return logits_NV
-
-    def _plan(self, canvas: Canvas, opening_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows (B,) bool that compute every position, and the generation positions (B, L) bool that others compute."""
+            return None
         self._make_room(canvas)
-        refill_B = opening_B
+        refill_B = full_B | (canvas.block_step_B == 0)
         if self.refresh_every:
             refill_B = refill_B | (canvas.block_step_B % self.refresh_every == 0)
         where_L = torch.arange(canvas.gen_length, device=canvas.block_BL.device)
@@ -91,7 +63,36 @@ class StepCache:
         else:
             first_B = self.start_B if self.moving else canvas.block_BL.to(torch.uint8).argmax(dim=1)
             compute_BL = where_L >= first_B[:, None]
-        return refill_B, compute_BL
+        return refill_B, compute_BL | refill_B[:, None]
+
+    def columns(self, canvas: Canvas, refill_B: Tensor, compute_BL: Tensor, asked_BT: Tensor) -> Tensor:
+        """What `plan` gave and what the asked columns are predicted from, as columns (B, T) bool of the canvas."""
+        compute_BT, sources_BT = canvas.columns(compute_BL), self.backbone.sources(asked_BT, canvas.pad_B)
+        if sources_BT is not asked_BT:
+            compute_BT = compute_BT | sources_BT
+        real_BT = torch.arange(compute_BT.shape[1], device=compute_BT.device) >= canvas.pad_B[:, None]
+        return torch.where(refill_B[:, None], real_BT, compute_BT)
+
+    def logits(self, canvas: Canvas, plan: Plan) -> Tensor:
+        """Logits (N, V) at the positions that the plan asks for, row-major."""
+        if plan.compute_BT is None:
+            self.computed += sum(len(prompt) + canvas.gen_length for prompt in canvas.prompts)
+            sizes = Sizes(plan.known.asked, canvas.pads)
+            return self.backbone.logits(canvas.tokens_BT, canvas.pad_B, plan.asked_BT, sizes)
+        self.start_B = canvas.masked_BL.to(torch.uint8).argmax(dim=1)
+        self.computed += sum(plan.computed)
+        if len(set(plan.refilling)) == 1:
+            return self._forward(canvas, plan, torch.ones_like(plan.refill_B), range(len(plan.computed)))
+        # Rows that refill and rows that do not have too different lengths to share a forward.
+        logits_NV, row_N = None, positions(plan.asked_BT, sum(plan.known.asked))[0]
+        for refills in (True, False):
+            rows_B = plan.refill_B if refills else ~plan.refill_B
+            rows = [row for row, refilling in enumerate(plan.refilling) if refilling == refills]
+            part_MV = self._forward(canvas, plan, rows_B, rows)
+            if logits_NV is None:
+                logits_NV = part_MV.new_empty(len(row_N), part_MV.shape[1])
+            logits_NV[positions(rows_B[row_N], len(part_MV))] = part_MV
+        return logits_NV
 
     def _make_room(self, canvas: Canvas) -> None:
         rows, length = canvas.tokens_BT.shape
@@ -102,6 +103,7 @@ class StepCache:
             self.start_B = torch.nn.functional.pad(self.start_B, (0, rows - self.cache.rows))
             self.cache.grow(rows - self.cache.rows, length)
 
-    def _forward(self, canvas: Canvas, rows_B: Tensor, compute_BT: Tensor, asked_BT: Tensor) -> Tensor:
-        self._computed = self._computed + (compute_BT & rows_B[:, None]).sum()
-        return self.backbone.cached_logits(canvas.tokens_BT, canvas.pad_B, asked_BT, compute_BT, rows_B, self.cache)
+    def _forward(self, canvas: Canvas, plan: Plan, rows_B: Tensor, rows: Sequence[int]) -> Tensor:
+        sizes = Sizes(*([counts[row] for row in rows] for counts in (plan.known.asked, canvas.pads, plan.computed)))
+        batch = canvas.tokens_BT, canvas.pad_B, plan.asked_BT
+        return self.backbone.cached_logits(*batch, plan.compute_BT, rows_B, self.cache, sizes)

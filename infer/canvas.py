@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from backbones.host import may_hold
+
 STOPPED = -1  # committed_at of a position that no step committed: still masked, or filled by the stop rule
 
 
@@ -68,11 +70,6 @@ def draw_lots(request_id: str, gen_length: int) -> Tensor:
     return torch.rand(gen_length, generator=generator_of(f"lots {request_id}"))
 
 
-def holds(condition: Tensor) -> bool:
-    """A scalar bool tensor for an assert: looked at on the CPU alone, since a look makes the host wait for a GPU."""
-    return condition.device.type != "cpu" or bool(condition)
-
-
 @dataclass
 class Canvas:
     """The rows being decoded; the loop owns it, rules and observers only read it.
@@ -117,9 +114,18 @@ class Canvas:
         return self.tokens_BT[:, -self.gen_length :]
 
     @property
+    def pads(self) -> list[int]:
+        """`pad_B`, which the host knows from the prompts."""
+        return [self.tokens_BT.shape[1] - self.gen_length - len(prompt) for prompt in self.prompts]
+
+    @property
     def candidates_BL(self) -> Tensor:
         """Masked positions of the active block: what a commit rule may choose from."""
         return self.block_BL & self.masked_BL
+
+    def columns(self, where_BL: Tensor) -> Tensor:
+        """Positions (B, L) bool of the generation region as columns (B, T) of `tokens_BT`."""
+        return torch.nn.functional.pad(where_BL, (self.tokens_BT.shape[1] - self.gen_length, 0))
 
     @classmethod
     def of(cls, requests: list[Request], gen_length: int, mask_id: int, eos_id: int, device) -> "Canvas":
@@ -153,7 +159,7 @@ class Canvas:
     def keep(self, rows: list[int]) -> "Canvas":
         """The given rows alone, without the padding that none of them needs."""
         index = torch.tensor(rows, device=self.pad_B.device)
-        spare = int(self.pad_B[index].min())
+        spare = min(self.pads[r] for r in rows)
         pick = {name: getattr(self, name)[index] for name in _ROW_TENSORS}
         pick["tokens_BT"] = pick["tokens_BT"][:, spare:]
         pick["pad_B"] = pick["pad_B"] - spare
@@ -194,7 +200,7 @@ class Canvas:
 
     def commit(self, chosen_BL: Tensor, top1_BL: Tensor) -> None:
         """Writes `top1_BL` at the chosen positions and counts the step for every row."""
-        assert holds((chosen_BL <= self.candidates_BL).all()), "a committed position is foreign or not masked"
+        assert may_hold((chosen_BL <= self.candidates_BL).all()), "a committed position is foreign or not masked"
         generation_BL = self.generation_BL
         generation_BL.copy_(torch.where(chosen_BL, top1_BL, generation_BL))
         self.committed_at_BL = torch.where(chosen_BL, self.step_B[:, None], self.committed_at_BL)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from backbones.packing import positions
 from infer.observation import chunk_rows
 
 NEVER = -1e30  # a logit of probability 0; finite, so that a forbidden id adds 0 * 0 and not 0 * (inf - inf)
@@ -42,7 +43,7 @@ class Drift:
         asked for keeps what it has.
         """
         self._make_room(asked_BL, logits_NV.shape[1])
-        row_N, position_N = asked_BL.nonzero(as_tuple=True)
+        row_N, position_N = positions(asked_BL, len(logits_NV))
         chunk = chunk_rows(logits_NV)
         parts = []
         for part_MV, *where in zip(logits_NV.split(chunk), row_N.split(chunk), position_N.split(chunk), strict=True):

@@ -3,11 +3,9 @@
 Serves generation, traces, evaluation and routers alike. Rows of a batch are at different steps and blocks; a finished
 row leaves and the next request takes its slot. A row's result does not depend on what shares its batch.
 
-On a GPU the host queues work and waits only where it looks at a result. A step of `threshold` without a cache looks
-six times: does a row open a block, which positions are asked for, how many at most in a row, is any row padded (before
-the forward), is a logit NaN, and which rows are finished (behind it). Learned rules look up ragged widths, caches which
-rows refill and what is computed, filters whether they are through. `tests/test_waiting.py` counts. A clock that waits
-adds one a stage.
+On a GPU the host queues work and waits only where it looks at a result, which it does once a step: which rows are
+finished, and for those that are not how many positions the next forward is asked for and computes. One rule looks
+oftener, `DilatedSpacing`, at the end of a step; `tests/test_waiting.py` counts. A clock that waits adds one a stage.
 """
 
 import time
@@ -20,10 +18,12 @@ import torch
 from torch import Tensor
 
 from backbones.base import Backbone
+from backbones.host import may_hold
 from infer.cache import StepCache
 from infer.canvas import Canvas, Completion, Request, generator_of
 from infer.drift import Drift
-from infer.observation import Observation, observe
+from infer.observation import Known, Observation, check_logits, observe
+from infer.plan import Plan, look
 from infer.rules import Method
 from infer.stop import STOP_RULES
 
@@ -114,9 +114,12 @@ class Decoder:
                 canvas = self._refill(canvas, waiting, entered, generators)
             if canvas is None:
                 return
-            committed_B = self._step(canvas, generators)
-            finished, canvas = self._collect(canvas, committed_B, entered, generators)
-            yield from finished
+            plan = self._plan(canvas)
+            if any(plan.done):
+                finished, canvas = self._collect(canvas, plan.done, entered, generators)
+                yield from finished
+            else:
+                self._step(canvas, plan, generators)
 
     @torch.inference_mode()
     def warm_up(self, requests: list[Request], forwards: int = 4) -> None:
@@ -126,41 +129,83 @@ class Decoder:
         generators = {name: torch.Generator().manual_seed(0) for name in canvas.ids}
         self._forget()
         for _ in range(forwards):
-            if not bool(canvas.masked_BL.any(dim=1).all()):
+            plan = self._plan(canvas)
+            if any(plan.done):
                 break
-            self._step(canvas, generators)
+            self._step(canvas, plan, generators)
         self.clock = Clock(waits=self.clock.waits)
 
-    def _step(self, canvas: Canvas, generators: dict[str, torch.Generator]) -> Tensor:
-        """One forward and one decision; which rows committed something, (B,) bool."""
-        block_rule, commit_rule = self.method.block, self.method.commit
-        # 1. Rows whose block is full open the next one; a rule that reads no statistics does so before the forward.
-        with self._stage("where", block_rule.has_router):
-            opening_B = ~canvas.candidates_BL.any(dim=1)
-            opens = bool(opening_B.any())
-            if opens and not block_rule.needs:
-                canvas.open_blocks(opening_B, block_rule.form(canvas, None, opening_B) & canvas.masked_BL)
+    def _plan(self, canvas: Canvas) -> Plan:
+        """What the next step computes and reads, and whether the last one left rows finished."""
+        rule = self.method.block
+        # 1. Rows whose block is full open the next one; a rule that reads statistics does so in the step.
+        with self._stage("where", rule.has_router):
+            full_B = ~canvas.candidates_BL.any(dim=1)
+            if not rule.needs and may_hold(full_B.any()):
+                canvas.open_blocks(full_B, rule.form(canvas, None, full_B) & canvas.masked_BL)
         # 2. The denoiser is asked for the block, or for every mask where the block is still to be chosen or all are
         #    followed.
         with self._stage("bookkeeping"):
-            asked_BL = canvas.candidates_BL
+            computing = self.step_cache.plan(canvas, full_B)
+            refill_B, compute_BL, compute_BT = (*computing, None) if computing else (None, None, None)
+            asked_BL = candidates_BL = canvas.candidates_BL
             if self.drift is not None:
-                asked_BL = canvas.masked_BL & self.step_cache.reach(canvas, opening_B)
-            needs = self.needs
-            if opens and block_rule.needs:
-                asked_BL = torch.where(opening_B[:, None], canvas.masked_BL, asked_BL)
-                needs = needs | block_rule.needs
+                asked_BL = canvas.masked_BL if computing is None else canvas.masked_BL & compute_BL
+            if rule.needs:
+                asked_BL = torch.where(full_B[:, None], canvas.masked_BL, asked_BL)
+            asked_BT = canvas.columns(asked_BL)
+            if computing:
+                compute_BT = self.step_cache.columns(canvas, refill_B, compute_BL, asked_BT)
+            forming_B = full_B if rule.needs else None
+            found = look(
+                masked=canvas.masked_BL.any(dim=1),
+                asked=asked_BL.sum(dim=1),
+                candidates=None if asked_BL is candidates_BL else candidates_BL.sum(dim=1),
+                forming=forming_B,
+                refilling=refill_B,
+                computed=None if compute_BT is None else compute_BT.sum(dim=1),
+                broken=self._broken,
+                committed=self._committed_B,
+            )
+        check_logits(any(found["broken"]))
+        assert all(found["committed"]), "a row committed nothing"
+        self._broken = self._committed_B = None
+        candidates = None if any(found["forming"]) else found["candidates"] or found["asked"]
+        return Plan(
+            forming_B=forming_B,
+            asked_BL=asked_BL,
+            asked_BT=asked_BT,
+            refill_B=refill_B,
+            compute_BT=compute_BT,
+            done=[not masked for masked in found["masked"]],
+            refilling=found["refilling"],
+            computed=found["computed"],
+            known=Known(found["asked"], candidates, found["forming"]),
+        )
+
+    def _step(self, canvas: Canvas, plan: Plan, generators: dict[str, torch.Generator]) -> None:
+        """One forward and one decision."""
+        block_rule, commit_rule = self.method.block, self.method.commit
+        forms = any(plan.known.forming)
         with self._stage("backbone"):
-            logits_NV = self.step_cache.logits(canvas, opening_B, asked_BL)
+            logits_NV = self.step_cache.logits(canvas, plan)
         # 3. One pass over the logits gives all that anybody reads.
         with self._stage("observe"):
-            uniform_BL = self._uniform(canvas, generators)
-            seen = observe(logits_NV, asked_BL, needs, self.backbone.forbidden_ids, self.temperature, uniform_BL)
+            seen = observe(
+                logits_NV,
+                plan.asked_BL,
+                self.needs | block_rule.needs if forms else self.needs,
+                self.backbone.forbidden_ids,
+                self.temperature,
+                self._uniform(canvas, generators),
+                plan.known,
+            )
             if self.drift is not None:
-                seen = replace(seen, kl_BLH=self.drift.update(logits_NV, asked_BL))
-        if opens and block_rule.needs:
+                seen = replace(seen, kl_BLH=self.drift.update(logits_NV, plan.asked_BL))
+        if forms:
             with self._stage("where", block_rule.has_router):
-                canvas.open_blocks(opening_B, block_rule.form(canvas, seen, opening_B) & canvas.masked_BL)
+                block_BL = block_rule.form(canvas, seen, plan.forming_B) & canvas.masked_BL
+                canvas.open_blocks(plan.forming_B, block_BL)
         # 4. Filters narrow what the commit rule may choose, it decides, filters thin.
         with self._stage("when", commit_rule.has_router):
             chosen_BL = self.method.decide(canvas, seen)
@@ -169,8 +214,8 @@ class Decoder:
                 observer.step(canvas, seen, chosen_BL)
             canvas.commit(chosen_BL, seen.top1_BL)
             canvas.fill_with_eos(self.stop(canvas))
+            self._broken, self._committed_B = seen.broken, chosen_BL.any(dim=1)
         self.clock.forwards += 1
-        return chosen_BL.any(dim=1)
 
     def _refill(self, canvas, waiting, entered, generators) -> Canvas | None:
         free = self.batch_size - (len(canvas.ids) if canvas else 0)
@@ -199,16 +244,12 @@ class Decoder:
         if request.reference is not None and len(request.reference) != self.gen_length:
             raise ValueError(f"reference of {request.id!r} has {len(request.reference)} tokens, not {self.gen_length}")
 
-    def _collect(self, canvas, committed_B, entered, generators) -> tuple[list[Completion], Canvas | None]:
-        """Takes finished rows out; the rest go on."""
+    def _collect(self, canvas, done, entered, generators) -> tuple[list[Completion], Canvas | None]:
+        """Takes the rows that are done out; the rest go on."""
         with self._stage("bookkeeping"):
-            open_rows, committed = torch.stack([canvas.masked_BL.any(dim=1), committed_B]).tolist()
-            assert all(committed), "a row committed nothing"
-            if all(open_rows):
-                return [], canvas
             completions = []
-            for row, still_open in enumerate(open_rows):
-                if still_open:
+            for row, ended in enumerate(done):
+                if not ended:
                     continue
                 generators.pop(canvas.ids[row], None)
                 completions.append(
@@ -225,7 +266,7 @@ class Decoder:
             for completion in completions:
                 for observer in self.observers:
                     observer.finished(completion)
-            left = [row for row, still_open in enumerate(open_rows) if still_open]
+            left = [row for row, ended in enumerate(done) if not ended]
             self.step_cache.keep(left)
             if self.drift is not None:
                 self.drift.keep(left)
@@ -236,12 +277,18 @@ class Decoder:
         self.step_cache = StepCache(self.backbone, self.method)
         steps = self.method.commit.kl_steps
         self.drift = Drift(steps, self.backbone.forbidden_ids) if steps else None
+        # How the last step ended: whether a logit was NaN, and which rows committed something.
+        self._broken: Tensor | None = None
+        self._committed_B: Tensor | None = None
 
     def _uniform(self, canvas: Canvas, generators: dict[str, torch.Generator]) -> Tensor | None:
         if self.temperature == 0:
             return None
-        draws = [torch.rand(self.gen_length, generator=generators[i]) for i in canvas.ids]
-        return torch.stack(draws).to(canvas.tokens_BT.device)
+        draws_BL = torch.stack([torch.rand(self.gen_length, generator=generators[i]) for i in canvas.ids])
+        device = canvas.tokens_BT.device
+        if device.type != "cpu":
+            draws_BL = draws_BL.pin_memory()  # else the copy waits
+        return draws_BL.to(device, non_blocking=True)
 
     def _stage(self, name: str, router: bool = False):
         return self.clock.stage(name, self.backbone.device, router)

@@ -5,14 +5,40 @@ tokenizer entry) have no probability. Only the statistics somebody named are com
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from backbones import host
+from backbones.packing import positions
+
 STATISTICS = ("confidence", "second", "entropy", "margin")
 # Logits handled at once: 8 MiB in float32 on a CPU, near what its caches hold; on a GPU few kernels, in 128 MiB.
 CPU_CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS = 1 << 21, 1 << 25
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the host knows of a step without waiting for a GPU.
+
+    Attributes:
+        asked: positions asked for in each row.
+        candidates: the same of masked positions in the active block; None where a block is yet to be formed from what
+            the step observes.
+        forming: rows whose block that is.
+    """
+
+    asked: Sequence[int]
+    candidates: Sequence[int] | None
+    forming: Sequence[bool]
+
+    def width(self, candidates_BL: Tensor) -> int | None:
+        """At least the largest number of candidates in a row; None where `pack_left` is to count them, at no cost."""
+        if self.candidates:
+            return max(self.candidates)
+        return None if host.at_hand(candidates_BL) else max(self.asked)
 
 
 @dataclass(frozen=True)
@@ -28,6 +54,8 @@ class Observation:
         margin_BL: largest minus second largest logit.
         kl_BLH: KL divergences of the last H steps, newest last, see `infer.drift`; kept where nothing was asked.
         vocab_size: V, over which entropy is normalised.
+        broken: bool scalar, whether a logit was NaN; see `check`.
+        known: sizes of the step, where the host has them.
 
     A statistic that nobody asked for is None.
     """
@@ -40,11 +68,23 @@ class Observation:
     entropy_BL: Tensor | None = None
     margin_BL: Tensor | None = None
     kl_BLH: Tensor | None = None
+    broken: Tensor | None = None
+    known: Known | None = None
 
     @property
     def normalised_entropy_BL(self) -> Tensor:
         """Entropy over ln V, in [0, 1]."""
         return self.entropy_BL / math.log(self.vocab_size)
+
+    def check(self) -> "Observation":
+        """Itself; ValueError where a logit was NaN. The host waits for a GPU to tell."""
+        check_logits(self.broken is not None and bool(self.broken))
+        return self
+
+
+def check_logits(broken: bool) -> None:
+    if broken:
+        raise ValueError("the backbone gave NaN logits; try backbone.dtype=float32 and check its weights")
 
 
 def chunk_rows(logits_NV: Tensor) -> int:
@@ -104,20 +144,17 @@ def observe(
     forbidden: Tensor,
     temperature: float = 0.0,
     uniform_BL: Tensor | None = None,
+    known: Known | None = None,
 ) -> Observation:
-    """The observation of one step. `logits_NV` holds the asked positions row-major; `forbidden` (K,) int64 ids.
-
-    Raises ValueError where a logit is NaN.
-    """
+    """The observation of one step. `logits_NV` holds the asked positions row-major; `forbidden` (K,) int64 ids."""
     logits_NV = logits_NV.float().index_fill(1, forbidden, -torch.inf)
-    uniform_N = None if uniform_BL is None else uniform_BL[asked_BL]
+    uniform_N = None if uniform_BL is None else uniform_BL[positions(asked_BL, logits_NV.shape[0])]
     found = statistics(logits_NV, needs | {"confidence"}, temperature, uniform_N)
-    if bool(found["confidence"].isnan().any()):
-        raise ValueError("the backbone gave NaN logits; try backbone.dtype=float32 and check its weights")
     laid_out = {}
     for name in ("top1", *sorted(needs)):
         flat = found[name]
         empty_BL = torch.zeros(asked_BL.shape, dtype=flat.dtype, device=flat.device)
         # Not empty_BL[asked_BL] = flat, which would look for the positions anew for every statistic.
         laid_out[f"{name}_BL"] = empty_BL.masked_scatter(asked_BL, flat)
-    return Observation(asked_BL=asked_BL, vocab_size=logits_NV.shape[1], **laid_out)
+    broken = found["confidence"].isnan().any()
+    return Observation(asked_BL=asked_BL, vocab_size=logits_NV.shape[1], broken=broken, known=known, **laid_out)

@@ -6,6 +6,7 @@ os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+from functools import partial
 from itertools import islice
 
 import pytest
@@ -14,16 +15,15 @@ import torch
 from backbones.denoiser import load_llada
 from backbones.llada import new_model, save_checkpoint
 from backbones.llada_format import llada_config
+from infer.canvas import Request
 from routers.config import LBSConfig, LPSConfig, Origin
 from routers.lbs import LBS
 from routers.lps import LPS
 from tasks.gsm_symbolic import GsmSymbolic
+from tests.decoding import BLOCK_LENGTH, GEN_LENGTH, make
 from train.tokenizer_bpe import train_tokenizer
 
 torch.set_num_threads(1)  # the models are so small that threads only wait for each other
-
-GEN_LENGTH = 40  # not a multiple of the block length
-BLOCK_LENGTH = 16
 
 
 @pytest.fixture(scope="session")
@@ -109,3 +109,28 @@ def lps(origin):
 def router_folders(tmp_path_factory, lbs, lps):
     root = tmp_path_factory.mktemp("routers")
     return lbs.save_pretrained(root / "lbs"), lps.save_pretrained(root / "lps")
+
+
+@pytest.fixture
+def make_method(lbs, lps):
+    """A method by its name in `tests.decoding.METHODS`."""
+    return partial(make, lbs, lps)
+
+
+@pytest.fixture(scope="session")
+def requests(backbone):
+    """Prompts of unequal length, with references for the oracle."""
+    generator = torch.Generator().manual_seed(3)
+    allowed = [i for i in range(backbone.vocab_size) if i not in backbone.forbidden_ids.tolist()]
+    made = []
+    for i, length in enumerate((3, 17, 60, 1, 29, 8, 44, 5, 5, 90, 12, 33)):
+        draw = torch.randint(len(allowed), (length + GEN_LENGTH,), generator=generator).tolist()
+        ids = [allowed[d] for d in draw]
+        made.append(Request(f"r{i}", tuple(ids[:length]), tuple(ids[length:])))
+    return made
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Nothing is at hand: all code takes the way that it takes where tensors are on another device."""
+    monkeypatch.setattr("backbones.host.at_hand", lambda tensor: False)

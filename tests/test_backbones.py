@@ -106,8 +106,8 @@ def test_only_asked_positions_come_back_in_row_major_order(backbone):
 
 
 def test_padding_inputs():
-    assert "attention_mask" not in padding_inputs(torch.tensor([0, 0]), 4)
-    inputs = padding_inputs(torch.tensor([0, 2]), 4)
+    assert "attention_mask" not in padding_inputs(torch.tensor([0, 0]), 4, padded=False)
+    inputs = padding_inputs(torch.tensor([0, 2]), 4, padded=True)
     assert inputs["position_ids"].tolist() == [[0, 1, 2, 3], [0, 0, 0, 1]]
     assert inputs["attention_mask"][1, 0, 3].tolist() == [False, False, True, True]
 

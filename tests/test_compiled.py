@@ -13,7 +13,7 @@ from infer.rules import Method
 from infer.when.threshold import Threshold
 from infer.when.top_k import TopK
 from infer.where.fixed import Fixed
-from tests.conftest import BLOCK_LENGTH, GEN_LENGTH
+from tests.decoding import BLOCK_LENGTH, GEN_LENGTH
 
 REQUESTS = [Request(str(i), tuple(range(20, 20 + n))) for i, n in enumerate((3, 17, 8, 30, BUCKET))]
 

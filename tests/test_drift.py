@@ -14,7 +14,7 @@ from infer.loop import Decoder
 from infer.rules import Method
 from infer.when.klass import Klass
 from infer.where.fixed import Fixed
-from tests.conftest import BLOCK_LENGTH, GEN_LENGTH
+from tests.decoding import BLOCK_LENGTH, GEN_LENGTH
 
 LENGTH, VOCABULARY, FORBIDDEN = 3, 5, (1, 4)
 

@@ -16,7 +16,7 @@ from infer.when.oracle import Oracle
 from infer.when.threshold import Threshold
 from infer.when.top_k import TopK
 from infer.where.fixed import Fixed
-from tests.conftest import BLOCK_LENGTH, GEN_LENGTH
+from tests.decoding import BLOCK_LENGTH, GEN_LENGTH
 
 
 def sample(name, correct, nfe, tokens, output, latency=10.0):

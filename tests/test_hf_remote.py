@@ -11,12 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from backbones.base import Sizes
 from backbones.hf_remote import load_remote
 from infer.canvas import Request
 from infer.loop import Decoder
 from infer.rules import Method
 from infer.when.threshold import Threshold
 from infer.where.fixed import Fixed
+from tests.looks import Looks
 
 ROOT = Path(__file__).resolve().parents[1]
 GEN_LENGTH = 20
@@ -175,6 +177,16 @@ def test_ragged_batches_are_exact(folder, shifted):
     row_N, column_N = some.nonzero(as_tuple=True)
     plain = backbone.model(same).logits[row_N, column_N - int(shifted)]
     torch.testing.assert_close(backbone.logits(same, torch.zeros(2, dtype=torch.long), some), plain)
+
+
+def test_sizes_that_are_known_are_not_looked_up(remote, as_on_a_gpu):
+    pad_B, tokens_BT = torch.tensor([2, 0, 2]), torch.arange(21).view(3, 7)
+    asked_BT = tokens_BT % 4 == 3
+    expected, looks = remote.logits(tokens_BT, pad_B, asked_BT), Looks()
+    sizes = Sizes.of(pad_B, asked_BT)
+    with looks:
+        found = remote.logits(tokens_BT, pad_B, asked_BT, sizes)
+    assert torch.equal(found, expected) and not looks.found
 
 
 def test_decoding(remote):

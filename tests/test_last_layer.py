@@ -43,7 +43,9 @@ def widths(any_backbone):
 def expected(backbone, tokens_BT, pad_B, asked_BT):
     """The whole model at every position, then what was asked for."""
     with torch.inference_mode():
-        logits_BTV = backbone.model(input_ids=tokens_BT, **padding_inputs(pad_B, tokens_BT.shape[1])).logits
+        logits_BTV = backbone.model(
+            input_ids=tokens_BT, **padding_inputs(pad_B, tokens_BT.shape[1], padded=True)
+        ).logits
     return logits_BTV[predicting(asked_BT, pad_B, backbone.shifted)]
 
 
@@ -61,11 +63,12 @@ def test_so_it_does_with_a_cache(any_backbone, batch, widths):
     cache = any_backbone.new_cache(3, 12)
     every_B = torch.ones(3, dtype=torch.bool)
     found = any_backbone.cached_logits(*batch, real_BT, every_B, cache)
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, wanted, atol=5e-5, rtol=1e-5)
     # The keys and values of all positions were kept: computing the asked alone gives the same again.
-    found = any_backbone.cached_logits(*batch, asked_BT, every_B, cache)
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    sources_BT = any_backbone.sources(asked_BT, pad_B)
+    found = any_backbone.cached_logits(*batch, sources_BT, every_B, cache)
+    torch.testing.assert_close(found, wanted, atol=5e-5, rtol=1e-5)
     some_B = torch.tensor([True, False, True])
-    found = any_backbone.cached_logits(*batch, asked_BT, some_B, cache)
-    torch.testing.assert_close(found, wanted[[0, 1, 2, 6]], atol=1e-5, rtol=1e-5)
+    found = any_backbone.cached_logits(*batch, sources_BT, some_B, cache)
+    torch.testing.assert_close(found, wanted[[0, 1, 2, 6]], atol=5e-5, rtol=1e-5)
     assert widths == [12, 3, 3, 3]

@@ -3,85 +3,19 @@
 import pytest
 import torch
 
+from backbones.base import Sizes
 from infer.canvas import STOPPED, Request
-from infer.filters import DilatedSpacing, NoEosFirst
 from infer.loop import Decoder
 from infer.rules import Method, Rule
-from infer.when.dilated import Dilated, DilatedCounts
-from infer.when.entropy_bound import EntropyBound
-from infer.when.factor import Factor
-from infer.when.klass import Klass
-from infer.when.local_leap import LocalLeap
-from infer.when.lps import Lps
 from infer.when.oracle import Oracle
-from infer.when.stable_prefix import FixedPrefix, ScatteredMargin, StablePrefix
 from infer.when.threshold import Threshold
 from infer.when.top_k import TopK
 from infer.where.fixed import Fixed
 from infer.where.full import Full
 from infer.where.lbs import Lbs
-from infer.where.suffix import Suffix
-from tests.conftest import BLOCK_LENGTH, GEN_LENGTH
+from tests.decoding import BLOCK_LENGTH, GEN_LENGTH, METHODS, decode, same
 
-METHODS = (
-    "sequential", "top_3", "threshold", "full", "lbs", "lps", "eb_decode", "oracle", "factor", "local_leap",
-    "eb_sampler", "klass", "klass_learned", "dus", "dus_counts", "lsp", "lsp_fixed_prefix", "lsp_scattered", "random",
-    "spaced",
-)  # fmt: skip
 CACHED = ("sequential", "threshold", "full", "eb_decode", "lsp", "dus_counts", "klass", "klass_learned")
-
-
-@pytest.fixture
-def make_method(lbs, lps):
-    def make(name: str, stop: str = "eos", **settings) -> Method:
-        fixed, learned = Fixed(BLOCK_LENGTH), Lbs(lbs, l_min=2, fallback=BLOCK_LENGTH)
-        pairs = {
-            "sequential": (fixed, TopK()),
-            "top_3": (fixed, TopK(3)),
-            "threshold": (fixed, Threshold(0.3)),
-            "full": (Full(), Threshold(0.3)),
-            "lbs": (learned, Threshold(0.3)),
-            "lps": (fixed, Lps(lps, tau=0.6)),
-            "eb_decode": (learned, Lps(lps, tau=0.6)),
-            "oracle": (fixed, Oracle()),
-            "factor": (fixed, Factor()),
-            "local_leap": (learned, LocalLeap(0.4, 2, 0.2)),
-            "eb_sampler": (fixed, EntropyBound(1.0)),
-            "klass": (fixed, Klass(0.3, 2.0, 2)),
-            "klass_learned": (learned, Klass(0.3, 2.0, 3)),
-            "dus": (fixed, Dilated()),
-            "dus_counts": (learned, DilatedCounts()),
-            "lsp": (Suffix(), StablePrefix()),
-            "lsp_fixed_prefix": (fixed, FixedPrefix()),
-            "lsp_scattered": (Suffix(), ScatteredMargin()),
-            "random": (fixed, TopK(2, "random")),
-            "spaced": (fixed, TopK(6), [DilatedSpacing(), NoEosFirst()]),
-        }
-        return Method(name, *pairs[name], stop=stop, **settings)
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def requests(backbone):
-    """Prompts of unequal length, with references for the oracle."""
-    generator = torch.Generator().manual_seed(3)
-    allowed = [i for i in range(backbone.vocab_size) if i not in backbone.forbidden_ids.tolist()]
-    made = []
-    for i, length in enumerate((3, 17, 60, 1, 29, 8, 44, 5, 5, 90, 12, 33)):
-        draw = torch.randint(len(allowed), (length + GEN_LENGTH,), generator=generator).tolist()
-        ids = [allowed[d] for d in draw]
-        made.append(Request(f"r{i}", tuple(ids[:length]), tuple(ids[length:])))
-    return made
-
-
-def decode(backbone, method, requests, **settings):
-    decoder = Decoder(backbone, method, gen_length=GEN_LENGTH, **settings)
-    return {c.id: c for c in decoder.run(requests)}, decoder
-
-
-def same(a, b):
-    return torch.equal(a.tokens, b.tokens) and torch.equal(a.committed_at, b.committed_at) and a.nfe == b.nfe
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -128,8 +62,12 @@ class Logging:
     def new_cache(self, rows, length):
         return self.backbone.new_cache(rows, length)
 
-    def cached_logits(self, tokens_BT, pad_B, asked_BT, compute_BT, rows_B, cache):
-        found = self.backbone.cached_logits(tokens_BT, pad_B, asked_BT, compute_BT, rows_B, cache)
+    def sources(self, asked_BT, pad_B):
+        return self.backbone.sources(asked_BT, pad_B)
+
+    def cached_logits(self, tokens_BT, pad_B, asked_BT, compute_BT, rows_B, cache, sizes):
+        assert sizes == Sizes.of(pad_B, asked_BT, compute_BT, rows_B)
+        found = self.backbone.cached_logits(tokens_BT, pad_B, asked_BT, compute_BT, rows_B, cache, sizes)
         plain = self.backbone.logits(tokens_BT, pad_B, asked_BT & rows_B[:, None])
         self.calls.append((compute_BT & rows_B[:, None], rows_B, pad_B, float((found - plain).abs().max())))
         return found
@@ -238,7 +176,8 @@ class SayingEos:
         self.embedding = backbone.embedding
         self.others, self.asked = others, []
 
-    def logits(self, tokens_BT, pad_B, asked_BT):
+    def logits(self, tokens_BT, pad_B, asked_BT, sizes):
+        assert sizes == Sizes.of(pad_B, asked_BT)
         self.asked.append(int(asked_BT.sum()))
         scores = torch.zeros(*tokens_BT.shape, self.vocab_size)
         scores[..., self.eos_id] = 5.0

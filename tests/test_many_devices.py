@@ -4,7 +4,7 @@ import pytest
 
 from routers.lbs import LBS
 from routers.lps import LPS
-from tests.conftest import BLOCK_LENGTH, GEN_LENGTH
+from tests.decoding import BLOCK_LENGTH, GEN_LENGTH
 from tests.test_pipeline import run, succeed
 
 

@@ -14,7 +14,7 @@ from backbones.denoiser import load_dream
 from infer.observation import observe
 from routers.lbs import LBS
 from routers.lps import LPS
-from tests.conftest import BLOCK_LENGTH, GEN_LENGTH
+from tests.decoding import BLOCK_LENGTH, GEN_LENGTH
 from tests.random_dream import save_dream
 from trace_gen.store import TraceStore
 

@@ -154,7 +154,7 @@ def forward_on_two_devices(model, cached, connected):
     if connected:
         connect(model, Placement(TWO[0], tuple(TWO)))
     tokens_BT = torch.zeros(2, 9, dtype=torch.long, device=TWO[0])
-    inputs = padding_inputs(torch.tensor([0, 3], device=TWO[0]), 9, always=True)
+    inputs = padding_inputs(torch.tensor([0, 3], device=TWO[0]), 9, padded=True)
     cache = IndexedCache(2, 2, 9)
     where_N = torch.zeros(4, dtype=torch.long, device=TWO[0])
     cache._target = {TWO[0]: (where_N, where_N, where_N, where_N, None)}
@@ -193,7 +193,7 @@ def test_a_connected_model_gives_the_same(backbone, backbone_folder):
     connect(model, Placement(cpu, (cpu, torch.device("cpu", 0))))
     row_BT, pad_B = torch.tensor([[5, 9, 40, 41, 17, 50, 51]]), torch.tensor([2])
     for tokens_BT in (row_BT, row_BT.flip(1), row_BT[:, 1:]):
-        inputs = padding_inputs(pad_B, tokens_BT.shape[1])
+        inputs = padding_inputs(pad_B, tokens_BT.shape[1], padded=True)
         with torch.inference_mode():
             expected = backbone.model(input_ids=tokens_BT, **inputs).logits
             torch.testing.assert_close(model(input_ids=tokens_BT, **inputs).logits, expected)

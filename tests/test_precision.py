@@ -17,7 +17,7 @@ from infer.rules import Method
 from infer.when.klass import Klass
 from infer.when.threshold import Threshold
 from infer.where.fixed import Fixed
-from tests.conftest import BLOCK_LENGTH, GEN_LENGTH
+from tests.decoding import BLOCK_LENGTH, GEN_LENGTH
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -15,7 +15,7 @@ from infer.when.threshold import Threshold
 from infer.when.top_k import TopK
 from infer.where.fixed import Fixed
 from infer.where.lbs import Lbs
-from tests.conftest import BLOCK_LENGTH, GEN_LENGTH
+from tests.decoding import BLOCK_LENGTH, GEN_LENGTH
 from trace_gen.masked import blockwise_mask, masked_rows
 from trace_gen.recorder import Recorder, trajectory_row
 from trace_gen.store import TraceStore, differences

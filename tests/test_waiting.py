@@ -4,45 +4,16 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from infer.canvas import Request
 from infer.filters import DilatedSpacing
 from infer.loop import Clock, Decoder
 from infer.rules import Method
-from infer.when.lps import Lps
-from infer.when.stable_prefix import StablePrefix
 from infer.when.threshold import Threshold
-from infer.when.top_k import TopK
 from infer.where.fixed import Fixed
-from infer.where.lbs import Lbs
-from infer.where.suffix import Suffix
-from tests.conftest import BLOCK_LENGTH, GEN_LENGTH
+from tests.decoding import BLOCK_LENGTH, GEN_LENGTH, METHODS, decode, same
+from tests.looks import Looks
 from trace_gen.recorder import Recorder
-
-WAITING = {
-    "__bool__", "__int__", "__float__", "__index__", "item", "tolist", "cpu", "numpy", "nonzero", "argwhere",
-    "masked_select", "unique", "equal", "allclose",
-}  # fmt: skip
-
-
-class Looks(TorchFunctionMode):
-    """Counts calls that need a tensor's values on the host: reading one, or an index whose length depends on values."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = Counter()
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        name = function.__name__
-        if name in WAITING or (name in ("__getitem__", "__setitem__") and is_mask(args[1])):
-            self.found[name] += 1
-        return function(*args, **(kwargs or {}))
-
-
-def is_mask(index) -> bool:
-    parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(part, torch.Tensor) and part.dtype == torch.bool for part in parts)
 
 
 class Steps:
@@ -72,42 +43,42 @@ def test_what_is_counted():
     assert looks.found == Counter(__bool__=2, __int__=1, tolist=1, __getitem__=1, __setitem__=1, nonzero=1)
 
 
-# Steps that neither end a row nor take one in. A router looks once more on the CPU alone, where attention without a
-# mask is faster; with a cache a step in which one row refills and another does not runs two forwards.
-@pytest.mark.parametrize(
-    ("name", "cache", "least", "most"),
-    [
-        ("sequential", "none", 6, 6),
-        ("threshold", "none", 6, 6),
-        ("lsp", "none", 6, 6),
-        ("lps", "none", 8, 8),
-        ("eb_decode", "none", 8, 11),
-        ("threshold", "prefix", 9, 17),
-        ("threshold", "dual", 9, 17),
-    ],
-)
-def test_looks_of_a_step(backbone, lbs, lps, monkeypatch, name, cache, least, most):
-    monkeypatch.setattr("infer.canvas.holds", lambda condition: True)  # as it is on a GPU
-    fixed, learned = Fixed(BLOCK_LENGTH), Lbs(lbs, l_min=2, fallback=BLOCK_LENGTH)
-    pairs = {
-        "sequential": (fixed, TopK()),
-        "threshold": (fixed, Threshold(0.3)),
-        "lps": (fixed, Lps(lps, tau=0.6)),
-        "eb_decode": (learned, Lps(lps, tau=0.6)),
-        "lsp": (Suffix(), StablePrefix()),
-    }
-    method = Method(name, *pairs[name], stop="full_length", cache=cache)
+CACHES = ("none", "prefix", "dual")
+
+
+def most_looks(method) -> int:
+    """The loop looks once a step. On the CPU alone each router looks, as attention without a mask is faster there;
+    `DilatedSpacing` looks after each pass over what was chosen."""
+    spacing = any(isinstance(rule, DilatedSpacing) for rule in method.filters)
+    return 1 + method.block.has_router + method.commit.has_router + 8 * spacing
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("cache", CACHES)
+def test_looks_of_a_step(backbone, make_method, requests, as_on_a_gpu, name, cache):
+    """In steps that neither end a row nor take one in."""
+    method = make_method(name, "full_length", cache=cache)
     looks = Looks()
     steps = Steps(looks)
     decoder = Decoder(backbone, method, gen_length=GEN_LENGTH, batch_size=2, observers=[steps])
-    requests = [Request("a", (40, 41, 42)), Request("b", (43, 44))]
     with looks:
-        decoder.warm_up(requests, forwards=1)
+        decoder.warm_up(requests[:2], forwards=1)
         steps.marks.clear()
-        done = list(decoder.run(requests))
+        done = list(decoder.run(requests[:2]))
     turns = steps.turns()[: min(c.nfe for c in done) - 1]
     counts = [sum(turn.values()) for turn in turns]
-    assert counts and least <= min(counts) and max(counts) <= most, turns
+    assert counts and min(counts) >= 1 and max(counts) <= most_looks(method), turns
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_gpu_decides_as_a_cpu(backbone, make_method, requests, monkeypatch, name, cache):
+    """What the host knows before a step stands for what it would have read in it, rows joining and leaving included."""
+    settings = {"batch_size": 4}
+    read, _ = decode(backbone, make_method(name, cache=cache), requests, **settings)
+    monkeypatch.setattr("backbones.host.at_hand", lambda tensor: False)
+    known, _ = decode(backbone, make_method(name, cache=cache), requests, **settings)
+    assert read.keys() == known.keys() and all(same(read[i], known[i]) for i in read)
 
 
 def test_recording_a_replay_looks_at_nothing(backbone):

@@ -43,10 +43,8 @@ def masked_rows(
     mask_BL = torch.stack(masks).to(backbone.device)
     canvas.generation_BL.copy_(torch.where(mask_BL, backbone.mask_id, response_BL))
 
-    asked_BT = torch.zeros_like(canvas.tokens_BT, dtype=torch.bool)
-    asked_BT[:, -gen_length:] = mask_BL
-    logits_NV = backbone.logits(canvas.tokens_BT, canvas.pad_B, asked_BT)
-    seen = observe(logits_NV, mask_BL, frozenset({"entropy"}), backbone.forbidden_ids)
+    logits_NV = backbone.logits(canvas.tokens_BT, canvas.pad_B, canvas.columns(mask_BL))
+    seen = observe(logits_NV, mask_BL, frozenset({"entropy"}), backbone.forbidden_ids).check()
     allowed_NV = logits_NV.float().index_fill(1, backbone.forbidden_ids, -torch.inf)
     loss_N = F.cross_entropy(allowed_NV, response_BL[mask_BL], reduction="none").cpu()
 

@@ -37,7 +37,7 @@ class Lps(Rule):
 
     @torch.no_grad()
     def choose(self, canvas, seen, candidates_BL: Tensor) -> Tensor:
-        order_BK, valid_BK = pack_left(candidates_BL)
+        order_BK, valid_BK = pack_left(candidates_BL, None if seen.known is None else seen.known.width(candidates_BL))
         rank_BL = (canvas.block_BL.cumsum(dim=1) - 1).clamp_min(0)  # padding columns may lie before the block
         features = Features.of(
             rank=rank_BL.gather(1, order_BK),

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from backbones.packing import pack_left
+from backbones.packing import pack_left, positions
 from infer.rules import Rule
 from routers.checkpoint import check_fits
 from routers.lbs import LBS
@@ -44,9 +44,13 @@ class Lbs(Rule):
     @torch.no_grad()
     def form(self, canvas, seen, rows_B: Tensor) -> Tensor:
         block_BL = torch.zeros_like(canvas.masked_BL)
-        rows_R = rows_B.nonzero()[:, 0]
+        count, width = None, None
+        if seen.known is not None:  # every mask of a row whose block is formed was asked for
+            asked = [n for n, forming in zip(seen.known.asked, seen.known.forming, strict=True) if forming]
+            count, width = len(asked), max(asked)
+        (rows_R,) = positions(rows_B, count)
         masked_RL, top1_RL = canvas.masked_BL[rows_R], seen.top1_BL[rows_R]
-        where_RK, valid_RK = pack_left(masked_RL)
+        where_RK, valid_RK = pack_left(masked_RL, width)
         entropy_RK = seen.normalised_entropy_BL[rows_R].gather(1, where_RK)
         token_RK = top1_RL.gather(1, where_RK)
         pi_RK = self.router(entropy_RK, token_RK, where_RK, valid_RK).sigmoid()
