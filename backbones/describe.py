@@ -71,7 +71,9 @@ def memory(
         * tokens
         * size,
         "a step's activations": tokens * (widest + 2 * config.hidden_size) * size,
-        "a step's logits, every position asked": tokens * config.vocab_size * (size + 4),
+        "a step's logits, every position asked": tokens * config.vocab_size * size,
+        # Float32, in pieces of at most 2**25 elements; up to five tensors of a piece are there at a time.
+        "their statistics": 5 * 4 * min(tokens * config.vocab_size, 2**25),
     }
 
 

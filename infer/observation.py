@@ -4,6 +4,7 @@ Everything is float32 whatever the model's dtype, from one pass over the logits.
 tokenizer entry) have no probability. Only the statistics somebody named are computed.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,23 +94,33 @@ def chunk_rows(logits_NV: Tensor) -> int:
     return max(1, elements // logits_NV.shape[1])
 
 
+def allowed(logits_NV: Tensor, forbidden: Tensor) -> Tensor:
+    """A float32 copy with the ids in `forbidden` (K,) int64 at -inf."""
+    return logits_NV.to(torch.float32, copy=True).index_fill_(1, forbidden, -torch.inf)
+
+
 def statistics(
-    logits_NV: Tensor, needs: frozenset[str], temperature: float = 0.0, uniform_N: Tensor | None = None
+    logits_NV: Tensor,
+    needs: frozenset[str],
+    forbidden: Tensor,
+    temperature: float = 0.0,
+    uniform_N: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """`top1` (N,) and the statistics named in `needs`, each (N,) float32, of logits with forbidden ids at -inf.
+    """`top1` (N,) and the statistics named in `needs`, each (N,) float32, of logits without those in `forbidden`.
 
     With `temperature` > 0 the token is sampled from softmax(logits / temperature) by inverting its distribution
     function at `uniform_N` in [0, 1); `confidence` is then that token's probability without the temperature.
     """
     chunk = chunk_rows(logits_NV)
-    if logits_NV.shape[0] > chunk:
-        parts = [
-            statistics(part, needs, temperature, None if uniform_N is None else uniform_N[i * chunk : (i + 1) * chunk])
-            for i, part in enumerate(logits_NV.split(chunk))
-        ]
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    uniforms = itertools.repeat(None) if uniform_N is None else uniform_N.split(chunk)
+    parts = [
+        _statistics(allowed(part_MV, forbidden), needs, temperature, uniform_M)
+        for part_MV, uniform_M in zip(logits_NV.split(chunk), uniforms, strict=False)
+    ]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    z_NV = logits_NV.float()
+
+def _statistics(z_NV: Tensor, needs: frozenset[str], temperature: float, uniform_N: Tensor | None) -> dict[str, Tensor]:
     # The token comes from `max` whatever is asked for: `topk` orders equal logits otherwise, and equal logits are
     # common in half precision. Watching a decode must not change it.
     best_N, token_N = z_NV.max(dim=-1)
@@ -147,9 +158,8 @@ def observe(
     known: Known | None = None,
 ) -> Observation:
     """The observation of one step. `logits_NV` holds the asked positions row-major; `forbidden` (K,) int64 ids."""
-    logits_NV = logits_NV.float().index_fill(1, forbidden, -torch.inf)
     uniform_N = None if uniform_BL is None else uniform_BL[positions(asked_BL, logits_NV.shape[0])]
-    found = statistics(logits_NV, needs | {"confidence"}, temperature, uniform_N)
+    found = statistics(logits_NV, needs | {"confidence"}, forbidden, temperature, uniform_N)
     laid_out = {}
     for name in ("top1", *sorted(needs)):
         flat = found[name]

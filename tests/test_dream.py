@@ -216,3 +216,4 @@ def test_every_tensor_of_llada_8b_is_mapped():
     sizes = memory(config, 8_015_581_184, torch.bfloat16, 1, 512)
     assert sizes["weights"] == 2 * 8_015_581_184
     assert sizes["KV cache (cache=prefix or dual)"] == 2 * 32 * 4096 * 512 * 2
+    assert sizes["a step's logits, every position asked"] == 512 * 126_464 * 2

@@ -6,11 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import infer.observation
 from infer.observation import STATISTICS, observe, statistics
 
 ALL = frozenset(STATISTICS)
+NONE = torch.tensor([], dtype=torch.long)  # no id is forbidden
 
 
 def plain(logits):
@@ -46,7 +49,7 @@ def test_statistics_are_the_formulas(rows, forbidden):
 
 def test_nothing_else_is_computed():
     logits = torch.randn(3, 7)
-    assert set(statistics(logits, frozenset({"confidence"}))) == {"top1", "confidence"}
+    assert set(statistics(logits, frozenset({"confidence"}), NONE)) == {"top1", "confidence"}
     seen = observe(logits, torch.ones(1, 3, dtype=torch.bool), frozenset({"confidence"}), torch.tensor([0]))
     assert seen.entropy_BL is None and seen.margin_BL is None and seen.second_BL is None
 
@@ -62,7 +65,8 @@ def test_what_else_is_asked_does_not_change_the_token():
     """Equal logits, as half precision gives them: a trace must see the token that inference commits."""
     logits = torch.randint(0, 3, (200, 40)).bfloat16()
     tokens = [
-        statistics(logits, frozenset(needs))["top1"] for needs in (("confidence",), ALL, ("entropy",), ("margin",))
+        statistics(logits, frozenset(needs), NONE)["top1"]
+        for needs in (("confidence",), ALL, ("entropy",), ("margin",))
     ]
     assert all(torch.equal(tokens[0], other) for other in tokens[1:])
 
@@ -78,16 +82,42 @@ def test_unasked_positions_are_zero_and_rows_keep_their_place():
 
 def test_chunks_change_nothing(monkeypatch):
     logits, uniform = torch.randn(37, 11), torch.rand(37)
-    whole = statistics(logits, ALL, 0.7, uniform)
+    whole = statistics(logits, ALL, NONE, 0.7, uniform)
     monkeypatch.setattr(infer.observation, "CPU_CHUNK_ELEMENTS", 50)
-    parts = statistics(logits, ALL, 0.7, uniform)
+    parts = statistics(logits, ALL, NONE, 0.7, uniform)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of anything made that is no view of `given`."""
+
+    def __init__(self, given):
+        super().__init__()
+        self.given, self.found = given.untyped_storage().data_ptr(), 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() != self.given:
+                self.found = max(self.found, tensor.numel())
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_logits_are_neither_copied_nor_changed(monkeypatch, dtype):
+    """At a real model's size a copy of them is gigabytes."""
+    monkeypatch.setattr(infer.observation, "CPU_CHUNK_ELEMENTS", 50)
+    logits, forbidden = torch.randn(37, 11, dtype=dtype), torch.tensor([2, 9])
+    before = logits.clone()
+    with Largest(logits) as largest:
+        observe(logits, torch.ones(1, 37, dtype=torch.bool), ALL, forbidden)
+    assert torch.equal(logits, before) and 37 <= largest.found <= 50
 
 
 def test_sampling_follows_the_tempered_distribution():
     logits = torch.tensor([0.0, 1.0, 2.0, -torch.inf]).expand(40_000, 4)
     uniform = torch.rand(40_000, generator=torch.Generator().manual_seed(0))
-    found = statistics(logits, frozenset({"confidence"}), 0.5, uniform)
+    found = statistics(logits, frozenset({"confidence"}), NONE, 0.5, uniform)
     shares = torch.bincount(found["top1"], minlength=4) / 40_000
     torch.testing.assert_close(shares, (logits[0] / 0.5).softmax(0), atol=0.01, rtol=0)
     # Confidence is the sampled token's probability without the temperature.
@@ -97,5 +127,5 @@ def test_sampling_follows_the_tempered_distribution():
 def test_one_allowed_token_is_certain():
     logits = torch.full((1, 5), -torch.inf)
     logits[0, 2] = 3.0
-    found = statistics(logits, frozenset({"confidence", "entropy"}))
+    found = statistics(logits, frozenset({"confidence", "entropy"}), NONE)
     assert found["confidence"].item() == 1 and found["entropy"].item() == 0

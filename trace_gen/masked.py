@@ -12,7 +12,7 @@ from torch import Tensor
 
 from backbones.base import Backbone
 from infer.canvas import Canvas, Completion, Request
-from infer.observation import observe
+from infer.observation import allowed, chunk_rows, observe
 
 
 def blockwise_mask(length: int, ratio: float, block_length: int, generator: torch.Generator) -> Tensor:
@@ -45,8 +45,12 @@ def masked_rows(
 
     logits_NV = backbone.logits(canvas.tokens_BT, canvas.pad_B, canvas.columns(mask_BL))
     seen = observe(logits_NV, mask_BL, frozenset({"entropy"}), backbone.forbidden_ids).check()
-    allowed_NV = logits_NV.float().index_fill(1, backbone.forbidden_ids, -torch.inf)
-    loss_N = F.cross_entropy(allowed_NV, response_BL[mask_BL], reduction="none").cpu()
+    chunk = chunk_rows(logits_NV)
+    losses = [
+        F.cross_entropy(allowed(part_MV, backbone.forbidden_ids), right_M, reduction="none")
+        for part_MV, right_M in zip(logits_NV.split(chunk), response_BL[mask_BL].split(chunk), strict=True)
+    ]
+    loss_N = torch.cat(losses).cpu()
 
     # On the host from here on, by one copy each.
     mask_BL, top1_BL, entropy_BL = mask_BL.cpu(), seen.top1_BL.cpu(), seen.entropy_BL.cpu()
