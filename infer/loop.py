@@ -286,7 +286,7 @@ class Decoder:
             return None
         draws_BL = torch.stack([torch.rand(self.gen_length, generator=generators[i]) for i in canvas.ids])
         device = canvas.tokens_BT.device
-        if device.type != "cpu":
+        if device.type == "cuda":
             draws_BL = draws_BL.pin_memory()  # else the copy waits
         return draws_BL.to(device, non_blocking=True)
 
